@@ -20,7 +20,6 @@ import numpy.typing as npt
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import MAX_AXES
-from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, Array, IntArray, counted, first_bad, host_array, int_array, shown
 
 __all__ = ["ExactIds", "fingerprint", "read_ids"]
@@ -73,11 +72,6 @@ def fingerprint(
         InvalidInputError: the shapes of the arguments do not match; ids are not numbers, are outside int32, or have no
             denominator below 2**31.
     """
-    core, alone = native.core, attention_mask is None and cu_seqlens is None and denominators is None
-    if core is not None and alone and isinstance(position_ids, PositionTable) and not position_ids.fractional:
-        forms = core.forms(position_ids.table, position_ids.documents, position_ids.num_tokens)
-        if forms is not None:
-            return [_hash(form) for form in forms]
     return read_ids(position_ids, attention_mask, cu_seqlens, denominators).fingerprints()
 
 

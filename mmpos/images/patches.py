@@ -1,4 +1,4 @@
-"""Cut pixels into patches and normalise them for a vision encoder, in C or numpy, with the same results."""
+"""Cut pixels into patches and normalise them for a vision encoder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.support import native
 from mmpos.support.checks import Array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ORDERS", "Factors", "cut", "levels", "patchify", "pixel_values", "values_of_pixels"]
+__all__ = ["ORDERS", "Factors", "patchify", "pixel_values", "values_of_pixels"]
 
 
 # Axes of pixels: rows of blocks, patches in a block, rows in a patch, then the same for columns, then channels.
@@ -23,6 +22,9 @@ ORDERS = {"raster": (0, 1, 3, 4, 2, 5, 6), "merged": (0, 3, 1, 4, 2, 5, 6)}
 
 Factors = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 """Factors and offsets of the normalisation, each with one number per colour."""
+
+_AT_ONCE = 128
+"""Number of patches that are normalised at once, so that intermediate values stay in the processor's cache."""
 
 
 def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, normalise: Factors | None) -> Array:
@@ -33,37 +35,17 @@ def patchify(pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, 
     height, width, channels = pixels.shape
     shape = (height * width // patch**2, patch, patch, channels)
     patches = np.empty(shape, np.uint8 if normalise is None else np.float32)
-    if cut(pixels, patch, merge, order, None if normalise is None else levels(*normalise), 0, patches):
-        return patches
     block = patch * merge
     view = pixels.reshape(height // block, merge, patch, width // block, merge, patch, channels).transpose(
         ORDERS[order]
     )
     patches.reshape(view.shape)[...] = view
     if normalise is not None:
-        scale, shift = normalise
-        patches *= scale
-        patches += shift
+        scale, shift = (np.tile(colour, patch) for colour in normalise)  # whole rows are faster than single pixels
+        rows = patches.reshape(-1, patch, patch * channels)
+        rows *= scale
+        rows += shift
     return patches
-
-
-def levels(scale: npt.NDArray[np.float32], shift: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Compute the normalised value for each level of each colour, (3, 256)."""
-    return np.arange(256, dtype=np.float32) * scale[:, None] + shift[:, None]
-
-
-def cut(
-    pixels: npt.NDArray[np.uint8],
-    patch: int,
-    merge: int,
-    order: str,
-    table: npt.NDArray[np.float32] | None,
-    frames: int,
-    out: Array,
-) -> bool:
-    """Fill ``out`` with patches in C, looking up levels in the table; return False if the C code cannot do so."""
-    core = native.core
-    return core is not None and core.patches(pixels, patch, merge if order == "merged" else 1, table, frames, out)
 
 
 def pixel_values(patches: Array | Tensor, patch: int, frames: int, scale: Array, shift: Array) -> Array | Tensor:
@@ -90,28 +72,20 @@ def pixel_values(patches: Array | Tensor, patch: int, frames: int, scale: Array,
 def values_of_pixels(
     pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, frames: int, normalise: Factors
 ) -> npt.NDArray[np.float32]:
-    """Cut and normalise pixels (h, w, 3) as pixel_values does, without intermediate patches."""
-    height, width, colours = pixels.shape
-    values = np.empty((height * width // patch**2, colours * frames * patch**2), np.float32)
-    if not cut(pixels, patch, merge, order, levels(*normalise), frames, values):
-        _in_numpy(patchify(pixels, patch, merge, order, None), frames, normalise, values)
-    return values
+    """Cut and normalise pixels (h, w, 3) as pixel_values does."""
+    return _on_host(patchify(pixels, patch, merge, order, None), frames, normalise)
 
 
 def _on_host(patches: Array, frames: int, normalise: Factors) -> npt.NDArray[np.float32]:
     count, side, _, colours = patches.shape
-    values = np.empty((count, colours * frames * side * side), np.float32)
-    # Patches stacked in one column form an image.
-    if not cut(patches.reshape(count * side, side, colours), side, 1, "raster", levels(*normalise), frames, values):
-        _in_numpy(patches, frames, normalise, values)
-    return values
-
-
-def _in_numpy(patches: Array, frames: int, normalise: Factors, out: npt.NDArray[np.float32]) -> None:
-    count, side, _, colours = patches.shape
-    scale, shift = (colour[:, None, None] for colour in normalise)
-    planes = patches.transpose(0, 3, 1, 2) * scale + shift
-    out.reshape(count, colours, frames, side, side)[...] = planes[:, :, None]
+    values = np.empty((count, colours, frames, side * side), np.float32)
+    scale, shift = (np.repeat(colour[:, None], side * side, axis=1) for colour in normalise)
+    for first in range(0, count, _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        planes = np.ascontiguousarray(patches[part].reshape(-1, side * side, colours).swapaxes(1, 2)) * scale
+        planes += shift
+        values[part] = planes[:, :, None]
+    return values.reshape(count, colours * frames * side * side)
 
 
 def on_device(patches: Tensor, frames: int, scale: Array, shift: Array) -> Tensor:

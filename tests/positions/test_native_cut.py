@@ -148,7 +148,6 @@ def test_tables_of_arbitrary_numbers_are_never_read_out_of_bounds() -> None:
         forms: list[Any] = [random.integers(0, 9, size), random.choice(odd, size), int(random.choice(odd)), 1, None]
         arguments = [forms[i] for i in random.integers(0, len(forms), 3)]
         native.core.mask(table, np.empty(size, np.int64))
-        native.core.forms(table, header, size)
         cut = native.core.cut(table, header, int(random.choice(odd)), int(random.integers(-1, 6)), *arguments)
         answers += cut is not None
         assert cut is None or len(cut[0]) % (8 * len(table)) == len(cut[1]) % 32 == 0

@@ -191,7 +191,7 @@ def test_the_wheel_for_another_processor_runs_on_that_processor(release: Path, h
     info = bare.info()
     assert (info["extension"], info["machine"]) == ("built", "Linux aarch64")
     check_demo(bare)
-    tests = [ROOT / "tests/support/test_native.py", ROOT / "tests/images/test_native_patches.py"]
+    tests = [ROOT / "tests/support/test_native.py", ROOT / "tests/positions/test_native_cut.py"]
     assert " passed" in run(
         *bare.python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=ROOT, env=bare.variables
     )

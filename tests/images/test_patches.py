@@ -1,4 +1,4 @@
-"""Patches cut in C and in numpy equal those of a plain loop for any strides; if C declines, it writes nothing."""
+"""Patches equal those of a plain loop for any size, order and strides."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import pytest
 
 from mmpos.errors import InvalidInputError
 from mmpos.images import ImageProcessor
-from mmpos.images.patches import levels, patchify, pixel_values, values_of_pixels
-from mmpos.support import native
+from mmpos.images.patches import patchify, pixel_values, values_of_pixels
 from mmpos.support.checks import Array
 
 SCALE, SHIFT = np.array([0.01, 0.017, 0.02], np.float32), np.array([-1.5, -0.3, 2], np.float32)
-compiled = pytest.mark.skipif(native.core is None, reason="the extension was not built")
 
 
 def random(*shape: int) -> npt.NDArray[np.uint8]:
@@ -57,7 +55,7 @@ STRIDES: dict[str, npt.NDArray[np.uint8]] = {
 
 @pytest.mark.parametrize("order", ["raster", "merged"])
 @pytest.mark.parametrize(("patch", "merge"), [(14, 2), (16, 2), (1, 1), (2, 3), (5, 2), (6, 1), (32, 1), (33, 1)])
-def test_patches_equal_those_of_a_loop(way: str, patch: int, merge: int, order: str) -> None:
+def test_patches_equal_those_of_a_loop(patch: int, merge: int, order: str) -> None:
     pixels = random(2 * patch * merge, 3 * patch * merge, 3)
     want = by_loops(pixels, patch, merge, order)
     got = patchify(pixels, patch, merge, order, None)
@@ -73,7 +71,7 @@ def test_patches_equal_those_of_a_loop(way: str, patch: int, merge: int, order: 
 
 
 @pytest.mark.parametrize("name", STRIDES)
-def test_pixels_may_have_any_strides(way: str, name: str) -> None:
+def test_pixels_may_have_any_strides(name: str) -> None:
     pixels = STRIDES[name]
     want = by_loops(pixels, 14, 2, "merged")
     np.testing.assert_array_equal(patchify(pixels, 14, 2, "merged", None), want)
@@ -81,15 +79,15 @@ def test_pixels_may_have_any_strides(way: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("side", [14, 15])  # planes of 15 x 15 floats are not vector-aligned
-def test_large_outputs_equal_those_of_a_loop(way: str, side: int) -> None:
-    pixels = random(40 * side, 40 * side, 3)  # 7.5 MB of planes, larger than the caches
+def test_large_outputs_equal_those_of_a_loop(side: int) -> None:
+    pixels = random(40 * side, 40 * side, 3)  # more patches than are normalised at once
     want = by_loops(pixels, side, 1, "raster")
     np.testing.assert_array_equal(patchify(pixels, side, 1, "raster", (SCALE, SHIFT)), want * SCALE + SHIFT)
     values = values_of_pixels(pixels, side, 1, "raster", 2, (SCALE, SHIFT))
     np.testing.assert_array_equal(values, in_planes(want, 2))
 
 
-def test_an_image_is_laid_out_for_transformers_without_intermediate_patches(way: str) -> None:
+def test_an_image_is_laid_out_for_transformers_without_intermediate_patches() -> None:
     image = random(60, 90, 3)
     for dtype in ("uint8", "float32"):
         with_frames = ImageProcessor("pillow", order="merged", dtype=dtype)
@@ -104,66 +102,6 @@ def test_an_image_is_laid_out_for_transformers_without_intermediate_patches(way:
         with_frames.process(image, temporal_patch_size=0)
 
 
-def zeros(*shape: int) -> Array:
-    return np.zeros(shape, np.uint8)
-
-
-def read_only(array: Array) -> Array:
-    array.flags.writeable = False
-    return array
-
-
-TABLE = levels(SCALE, SHIFT)
-
-
-@compiled
-@pytest.mark.parametrize("patch", [14, 16, 32])
-def test_aligned_pixels_are_cut_in_c(patch: int) -> None:
-    assert native.core is not None
-    pixels, count = random(2 * patch, 4 * patch, 3), 2 * 4 * patch * patch * 3
-    assert native.core.patches(pixels, patch, 2, None, 0, np.empty(count, np.uint8))
-    assert native.core.patches(pixels, patch, 2, TABLE, 0, np.empty(count, np.float32))
-    assert native.core.patches(pixels[::-1], patch, 1, TABLE, 2, np.empty(2 * count, np.float32))
-
-
-@compiled
-@pytest.mark.parametrize(
-    ("arguments", "out"),
-    [
-        ((random(4, 6), 2, 1, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 4), 2, 1, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3).astype(np.int8), 2, 1, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 4, 1, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 2, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 0, 1, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), -2, 1, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2**64, 1, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2.0, 1, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 0, None, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 1, None, 1), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 1, None, 0), zeros(6, 2, 2, 2)),
-        ((random(4, 6, 3), 2, 1, None, 0), np.zeros((6, 2, 2, 3), np.int8)),
-        ((random(4, 6, 3), 2, 1, None, 0), read_only(zeros(6, 2, 2, 3))),
-        ((random(4, 6, 3), 2, 1, None, 0), zeros(6, 2, 2, 6)[..., ::2]),
-        ((random(4, 6, 3), 2, 1, TABLE, 0), zeros(6, 2, 2, 3)),
-        ((random(4, 6, 3), 2, 1, TABLE, 2), np.zeros((6, 12), np.float32)),
-        ((random(4, 6, 3), 2, 1, TABLE, -1), np.zeros((6, 12), np.float32)),
-        ((random(4, 6, 3), 2, 1, TABLE[:2], 1), np.zeros((6, 12), np.float32)),
-        ((random(4, 6, 3), 2, 1, TABLE.astype(np.float64), 1), np.zeros((6, 12), np.float32)),
-        ((random(0, 6, 3), 2, 1, TABLE, 1), np.zeros((6, 12), np.float32)),
-        ((random(33, 33, 3), 33, 1, TABLE, 1), np.zeros((1, 33 * 33 * 3), np.float32)),
-        (([1, 2], 2, 1, None, 0), zeros(6, 2, 2, 3)),
-    ],
-)
-def test_invalid_arguments_are_declined_and_nothing_is_written(
-    arguments: tuple[Array, int, int, Array | None, int], out: Array
-) -> None:
-    assert native.core is not None
-    pixels, patch, block, table, frames = arguments
-    assert native.core.patches(pixels, patch, block, table, frames, out) is False
-    assert not out.any()
-
-
-def test_empty_images_have_no_patches(way: str) -> None:
+def test_empty_images_have_no_patches() -> None:
     assert patchify(random(0, 28, 3), 14, 2, "merged", None).shape == (0, 14, 14, 3)
     assert values_of_pixels(random(28, 0, 3), 14, 2, "merged", 2, (SCALE, SHIFT)).shape == (0, 1176)

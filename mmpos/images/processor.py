@@ -27,6 +27,9 @@ Patches = TypeVar("Patches", Array, "Tensor")
 # Mean and standard deviation of the training images of OpenAI's CLIP, which Qwen-VL and others use.
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
+_MAX_ASPECT_RATIO = 200
+"""Largest ratio of the long side to the short side before resizing, as in Qwen-VL."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedImage:
@@ -75,7 +78,6 @@ class ImageProcessor:
         max_source_pixels: largest number of pixels before resizing; larger images are refused before any memory is
             allocated. Pillow has its own limit for files: it warns above PIL.Image.MAX_IMAGE_PIXELS and refuses files
             with twice as many.
-        max_aspect_ratio: largest ratio of the long side to the short side before resizing.
         small_images: how a side shorter than a token is enlarged: "qwen-vl" enlarges only that side; "glm-v" scales
             both sides and rounds down; "paddleocr-vl" scales both sides and rounds to the nearest pixel.
         scaled_decoding: whether to decode a JPEG at a half, a quarter or an eighth of its size if that is not smaller
@@ -98,7 +100,6 @@ class ImageProcessor:
     std: tuple[float, float, float] = _CLIP_STD
     background: tuple[int, int, int] = (255, 255, 255)
     max_source_pixels: int = 89_478_485
-    max_aspect_ratio: int = 200
     small_images: str = "qwen-vl"
     scaled_decoding: bool = False
 
@@ -110,7 +111,7 @@ class ImageProcessor:
         boolean("scaled_decoding", self.scaled_decoding)
         checked = {
             name: integer(name, getattr(self, name), minimum=1, maximum=INT32_MAX)
-            for name in ("patch_size", "spatial_merge_size", "max_source_pixels", "max_aspect_ratio")
+            for name in ("patch_size", "spatial_merge_size", "max_source_pixels")
         }
         factor = checked["patch_size"] * checked["spatial_merge_size"]
         checked["min_pixels"] = integer("min_pixels", self.min_pixels, minimum=0)
@@ -144,7 +145,7 @@ class ImageProcessor:
             (height, width) in pixels.
 
         Raises:
-            InvalidInputError: a side is below 1, or the aspect ratio is above max_aspect_ratio.
+            InvalidInputError: a side is below 1, or the aspect ratio is above 200.
         """
         return self._in_pixels(self.grid(height, width))
 
@@ -163,15 +164,15 @@ class ImageProcessor:
             The grid that `process` returns for any image of this size.
 
         Raises:
-            InvalidInputError: a side is below 1, or the aspect ratio is above max_aspect_ratio.
+            InvalidInputError: a side is below 1, or the aspect ratio is above 200.
         """
         factor = self.patch_size * self.spatial_merge_size
         source = ImageSize(height, width)
         height, width = self._enlarged(source.height, source.width, factor)
         short, long = sorted((height, width))
-        if long > self.max_aspect_ratio * short:
+        if long > _MAX_ASPECT_RATIO * short:
             got = f"{source.height} x {source.width} pixels"
-            raise InvalidInputError(f"image: got {got}, want a long side <= {self.max_aspect_ratio} short sides")
+            raise InvalidInputError(f"image: got {got}, want a long side <= {_MAX_ASPECT_RATIO} short sides")
         area = factor**2
         max_pixels = self.max_pixels if self.max_tokens is None else min(self.max_pixels, self.max_tokens * area)
         rows, columns = round(height / factor), round(width / factor)

@@ -33,16 +33,12 @@ Layout = Literal["sbhd", "thd"]
 
 
 def rotary_pos_emb(
-    positions: Positions,
-    rotary: Rotary,
-    layout: Layout,
-    *,
-    mscale: float = 1.0,
-    device: torch.device | str | None = None,
+    positions: Positions, rotary: Rotary, layout: Layout, *, device: torch.device | str | None = None
 ) -> Tensor:
     """Compute the rotation angles for the tokens in a batch or a shard, wrapped to [−π, π].
 
-    Megatron splits packed angles itself but does not split other angles; docs/megatron.md explains which ones to pass.
+    The angles do not include the attention factor of rotary, which Megatron reads from its config as mscale. Megatron
+    splits packed angles itself but does not split other angles; docs/megatron.md explains which ones to pass.
 
     >>> from mmpos import Grid, SegmentTable, Text, place
     >>> from mmpos.rotary import Rotary
@@ -56,21 +52,16 @@ def rotary_pos_emb(
         positions: DevicePositions, a PositionTable, or dense ids.
         rotary: frequencies and their allocation; the pairing "adjacent" corresponds to Megatron's rotary_interleaved.
         layout: "sbhd" if the documents are the rows of a batch, "thd" if they are packed.
-        mscale: factor in the engine's YaRN config by which the engine multiplies cos and sin; it is not part of the
-            angles.
         device: device of the angles; None uses the positions' device.
 
     Returns:
         A new contiguous float32 tensor of shape (seq, batch, 1, rotary_dim) or (tokens, 1, 1, rotary_dim).
 
     Raises:
-        InvalidInputError: rows have different lengths in layout "sbhd", or mscale differs from the attention factor of
-            rotary.
+        InvalidInputError: rows have different lengths in layout "sbhd".
         UnsupportedError: rotary has precision "hf".
     """
     one_of("layout", layout, ("sbhd", "thd"))
-    if not isclose(finite("mscale", mscale), rotary.attention_factor, rel_tol=1e-6):
-        raise InvalidInputError(f"mscale: got {mscale}, want {rotary.attention_factor}, the attention factor of rotary")
     if layout == "sbhd":
         _check_rows(positions)
     wrapped = angles(rotary, positions, device)
@@ -112,8 +103,11 @@ class MultimodalRotaryEmbedding(nn.Module):
         rotary: frequencies and their allocation to axes and channels.
         layout: "sbhd" for rows of equal length, "thd" for packed sequences.
         cp_group: group of context-parallel ranks; None for a single rank.
-        mscale: see ``rotary_pos_emb``.
+        mscale: factor in Megatron's YaRN config by which Megatron multiplies cos and sin.
         device: device of the angles; None uses the positions' device.
+
+    Raises:
+        InvalidInputError: mscale differs from the attention factor of rotary.
     """
 
     def __init__(
@@ -126,8 +120,11 @@ class MultimodalRotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isclose(finite("mscale", mscale), rotary.attention_factor, rel_tol=1e-6):
+            want = f"{rotary.attention_factor}, the attention factor of rotary"
+            raise InvalidInputError(f"mscale: got {mscale}, want {want}")
         self.rotary, self.layout = rotary, one_of("layout", layout, ("sbhd", "thd"))
-        self.cp_group, self.mscale, self.device = cp_group, mscale, device
+        self.cp_group, self.device = cp_group, device
 
     def forward(
         self, position_ids: Positions, mrope_section: Sequence[int] | None = None, cp_group: Group | None = None
@@ -156,7 +153,7 @@ class MultimodalRotaryEmbedding(nn.Module):
         rank, size = (0, 1) if group is None or self.layout == "thd" else (group.rank(), group.size())
         if isinstance(position_ids, PositionTable):  # split before the angles are computed
             position_ids, rank, size = position_ids.shard(rank, size), 0, 1
-        angles = rotary_pos_emb(position_ids, self.rotary, self.layout, mscale=self.mscale, device=self.device)
+        angles = rotary_pos_emb(position_ids, self.rotary, self.layout, device=self.device)
         return angles if size == 1 else _blocks(angles, rank, size)
 
     def extra_repr(self) -> str:

@@ -134,7 +134,7 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
             "[profiles.a.images]\nsize = 1\n",
             "profiles.a.images.size: got an unknown field, want one of backend, patch_size, spatial_merge_size, "
             "min_pixels, max_pixels, max_tokens, order, dtype, mean, std, background, max_source_pixels, "
-            "max_aspect_ratio, small_images, scaled_decoding",
+            "small_images, scaled_decoding",
         ),
         ("[profiles.a.images]\npatch_size = 'x'\n", "profiles.a.images.patch_size: got 'x', want an integer"),
         ("[profiles.a.images]\nmean = 1.0\n", "profiles.a.images.mean: got 1.0, want three finite numbers"),

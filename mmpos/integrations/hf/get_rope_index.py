@@ -311,8 +311,8 @@ def rope_index(config: object) -> Function:
     if fields.model_type in _NOT_REPLACED:
         raise UnsupportedError(f"{got}, whose method is not replaced: call model.model.get_rope_index of Transformers")
     if known is None or not known.has_rope_index:
-        names = {name for name, row in MODEL_TYPES.items() if row.has_rope_index}
-        raise UnsupportedError(f"{got}, want one of {', '.join(sorted(names.difference(_NOT_REPLACED)))}")
+        types = {name for name, row in MODEL_TYPES.items() if row.has_rope_index}
+        raise UnsupportedError(f"{got}, want one of {', '.join(sorted(types.difference(_NOT_REPLACED)))}")
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)

@@ -1,5 +1,5 @@
 /* Find the segments of token ids in one pass over tokens, mask and grids. Models differ only in data: the placeholder
- * tokens of patches and audio, the tokens that end rows or surround crops and whole images, and how grids are merged.
+ * tokens of patches and audio, the tokens that end rows or surround crops, and how grids are merged.
  * For input that is declined here, SegmentTable.from_input_ids raises the errors. */
 
 #include <stdlib.h>
@@ -32,8 +32,6 @@ enum {
     TILE_START,
     TILE_END,
     NEWLINE,
-    IMAGE_START,
-    IMAGE_END,
     TOKENS
 };
 
@@ -59,7 +57,7 @@ typedef struct {
 } Ids;
 
 typedef struct {
-    Ids ids, markers; /* the same array, or token types and the ids with the markers around crops */
+    Ids ids;
     int64_t token[TOKENS], option[OPTIONS], searched[3];
     int num_searched, framed;
     Grids grids[2]; /* images, videos */
@@ -190,7 +188,7 @@ static int64_t put_framed(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
 }
 
 static int is_marker(const Scan *scan, int64_t i) {
-    int64_t id = id_at(&scan->markers, i), found = 0;
+    int64_t id = id_at(&scan->ids, i), found = 0;
     for (int j = THUMBNAIL_START; j <= NEWLINE; j++) {
         found |= id == scan->token[j];
     }
@@ -204,9 +202,9 @@ static int64_t put_crop(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     if (i <= scan->start || end >= scan->stop || grid.frames != 1) {
         return -1;
     }
-    int64_t before = id_at(&scan->markers, i - 1), tile = before == scan->token[TILE_START];
+    int64_t before = id_at(&scan->ids, i - 1), tile = before == scan->token[TILE_START];
     if ((!tile && before != scan->token[THUMBNAIL_START]) ||
-        id_at(&scan->markers, end) != scan->token[tile ? TILE_END : THUMBNAIL_END]) {
+        id_at(&scan->ids, end) != scan->token[tile ? TILE_END : THUMBNAIL_END]) {
         return -1;
     }
     int64_t id;
@@ -260,30 +258,7 @@ static int64_t put_sound(Scan *scan, int64_t i) {
     return add_span(scan, i - MARKERS, end + MARKERS, segment) ? end : -1;
 }
 
-/* Add an image that may contain any tokens between two markers; the rest of the document is text if the end marker or
- * the next grid is missing. */
-static int64_t put_enclosed(Scan *scan, int64_t i) {
-    Segment grid;
-    if (scan->grids[IMAGE].next >= scan->grids[IMAGE].count) {
-        return scan->stop;
-    }
-    if (id_at(&scan->ids, i) != scan->token[IMAGE_START]) {
-        return -1;
-    }
-    int64_t end = next_of(scan, i + 1);
-    if (end == scan->stop) {
-        return end;
-    }
-    return id_at(&scan->ids, end) == scan->token[IMAGE_END] && next_grid(scan, IMAGE, &grid) == end - i - 1 &&
-                   add_span(scan, i + 1, end, grid)
-               ? end + 1
-               : -1;
-}
-
 static int64_t put_next(Scan *scan, int64_t i) {
-    if (scan->token[IMAGE_START] != ABSENT) {
-        return put_enclosed(scan, i);
-    }
     int64_t id = id_at(&scan->ids, i);
     int kind = id == scan->token[IMAGE] ? IMAGE : VIDEO;
     if (scan->token[SOUND] != ABSENT && kind != IMAGE) {
@@ -338,22 +313,18 @@ static int ones(const Matrix *mask, int64_t row, int64_t *begin, int64_t *end) {
     return *begin < *end && end_of(&elements, *end, mask->columns, 0) == mask->columns;
 }
 
-/* Layout of the documents, (batch, seq) with or without a mask or packed, and the number of images in each document. */
+/* Layout of the documents: (batch, seq) with or without a mask, or packed. */
 typedef struct {
     int64_t documents, seq;
-    const Vector *cu_seqlens, *images; /* NULL if None */
+    const Vector *cu_seqlens; /* NULL if None */
     const Matrix *mask;
 } Layout;
 
 /* Add all documents; return 0 if one does not match its tokens or grids. Fill firsts, (documents + 1,), with the first
  * segment of each. */
 static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
-    Grids *images = &scan->grids[IMAGE];
-    int64_t given = images->count;
+    const Grids *images = &scan->grids[IMAGE];
     put_int64(firsts, 0);
-    if (layout->images != NULL) {
-        images->count = 0;
-    }
     for (int64_t d = 0; d < layout->documents; d++) {
         int64_t begin = 0, end = layout->seq, start = d * layout->seq;
         if (layout->cu_seqlens != NULL) {
@@ -362,23 +333,12 @@ static int put_documents(Scan *scan, const Layout *layout, char *firsts) {
         } else if (layout->mask != NULL && !ones(layout->mask, d, &begin, &end)) {
             return 0;
         }
-        if (layout->images != NULL) {
-            int64_t own = item(layout->images, d);
-            if (own < 0 || own > given - images->count) {
-                return 0;
-            }
-            images->next = images->count;
-            images->count += own;
-        }
         int64_t padding = layout->cu_seqlens == NULL ? layout->seq - end : 0;
         if (start < 0 || start > scan->ids.size || end > scan->ids.size - start ||
             !put_document(scan, start + begin, start + end, begin, padding)) {
             return 0;
         }
         put_int64(firsts + 8 * (d + 1), scan->num_segments);
-    }
-    if (layout->images != NULL) {
-        return images->count == given;
     }
     return scan->option[LENIENT] ||
            (images->next == images->count && scan->grids[VIDEO].next == scan->grids[VIDEO].count);
@@ -463,8 +423,7 @@ static int take_grids(Buffers *buffers, PyObject *object, int64_t token, Grids *
 
 /* Set the tokens to search for; return 0 for tokens that the type of the ids cannot hold, or for wrong options. */
 static int prepare(Scan *scan) {
-    int enclosed = scan->token[IMAGE_START] != ABSENT;
-    for (int i = enclosed ? IMAGE_START : IMAGE; i <= (enclosed ? IMAGE_END : SOUND); i++) {
+    for (int i = IMAGE; i <= SOUND; i++) {
         if (scan->token[i] != ABSENT) {
             scan->searched[scan->num_searched++] = scan->token[i];
         }
@@ -478,8 +437,8 @@ static int prepare(Scan *scan) {
     }
     scan->framed = scan->token[ROW_END] != ABSENT &&
                    (scan->token[ROW_END] == scan->token[IMAGE] || scan->token[ROW_END] == scan->token[VIDEO]);
-    int special = (scan->token[ROW_END] != ABSENT) + (scan->token[SOUND] != ABSENT) +
-                  (scan->token[THUMBNAIL_START] != ABSENT) + enclosed;
+    int special =
+        (scan->token[ROW_END] != ABSENT) + (scan->token[SOUND] != ABSENT) + (scan->token[THUMBNAIL_START] != ABSENT);
     return special < 2 && scan->option[MERGED_SIDES] > 0 && scan->option[MERGED_FRAMES] >= 0;
 }
 
@@ -498,45 +457,36 @@ static int is_layout(const Layout *layout, const Scan *scan, int dimensions) {
     return layout->seq > 0;
 }
 
-/* scan(input_ids, cu_seqlens, attention_mask, tokens, options, image_grid_thw, video_grid_thw, audio_lengths,
- *      images_per_document, marker_ids)
+/* scan(input_ids, cu_seqlens, attention_mask, tokens, options, image_grid_thw, video_grid_thw, audio_lengths)
  * -> (kind, extents, segment_offsets, row_separator, extra_tokens, video of each segment) as bytes, or None.
  *
  * input_ids: (tokens,) or (batch, seq) int64, int32, uint8 or bool, contiguous; attention_mask: any of these types. All
- * other arrays are int64; each may be None. marker_ids has the shape of input_ids: if input_ids are token types, it
- * contains the ids of the markers around crops. Each of the last three results is None if no segment has one. */
+ * other arrays are int64; each may be None. Each of the last three results is None if no segment has one. */
 PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     Buffers buffers;
     Scan scan;
-    Vector cu_seqlens, audio_lengths, images;
+    Vector cu_seqlens, audio_lengths;
     Matrix mask;
     PyObject *result = NULL, *firsts = NULL;
     (void)self;
-    if (!arguments("scan", 10, count)) {
+    if (!arguments("scan", 8, count)) {
         return NULL;
     }
     memset(&scan, 0, sizeof scan);
     buffers.count = 0;
     Py_buffer *ids = take_ids(&buffers, args[0], &scan.ids);
-    scan.markers = scan.ids;
-    Layout layout = {0, 0, args[1] == Py_None ? NULL : &cu_seqlens, args[8] == Py_None ? NULL : &images,
-                     args[2] == Py_None ? NULL : &mask};
+    Layout layout = {0, 0, args[1] == Py_None ? NULL : &cu_seqlens, args[2] == Py_None ? NULL : &mask};
     if (ids != NULL && take_integers(args[3], TOKENS, scan.token) && take_integers(args[4], OPTIONS, scan.option) &&
         (layout.cu_seqlens == NULL || take_vector(&buffers, args[1], 'q', 0, &cu_seqlens)) &&
         (layout.mask == NULL || take_matrix(&buffers, args[2], 0, &mask)) &&
-        take_grids(&buffers, args[5], scan.token[scan.token[IMAGE_START] == ABSENT ? IMAGE : IMAGE_START],
-                   &scan.grids[IMAGE]) &&
+        take_grids(&buffers, args[5], scan.token[IMAGE], &scan.grids[IMAGE]) &&
         take_grids(&buffers, args[6], scan.token[VIDEO], &scan.grids[VIDEO]) &&
         (args[7] == Py_None ||
-         (scan.token[SOUND] != ABSENT && take_vector(&buffers, args[7], 'q', 0, &audio_lengths))) &&
-        (layout.images == NULL || take_vector(&buffers, args[8], 'q', 0, &images)) &&
-        (args[9] == Py_None ||
-         (take_ids(&buffers, args[9], &scan.markers) != NULL && scan.markers.size == scan.ids.size))) {
+         (scan.token[SOUND] != ABSENT && take_vector(&buffers, args[7], 'q', 0, &audio_lengths)))) {
         scan.audio_lengths = args[7] == Py_None ? NULL : &audio_lengths;
         layout.documents = layout.cu_seqlens != NULL ? cu_seqlens.size - 1 : ids->ndim == 2 ? ids->shape[0] : 1;
         layout.seq = ids->shape[ids->ndim - 1];
-        if (prepare(&scan) && is_layout(&layout, &scan, ids->ndim) &&
-            (layout.images == NULL || images.size == layout.documents)) {
+        if (prepare(&scan) && is_layout(&layout, &scan, ids->ndim)) {
             firsts = PyBytes_FromStringAndSize(NULL, 8 * (layout.documents + 1));
         }
     }

@@ -122,7 +122,7 @@ class Placeholders:
     def tokens(self) -> tuple[int, ...]:
         """All ids in the order of csrc/placeholders.c; ABSENT replaces None."""
         crops = (None,) * 5 if self.crops is None else astuple(self.crops)
-        every = (self.image, self.video, self.audio, *(self.rows or (None, None)), *crops, None, None)
+        every = (self.image, self.video, self.audio, *(self.rows or (None, None)), *crops)
         return tuple(ABSENT if token is None else token for token in every)
 
     @property

@@ -364,8 +364,6 @@ def scan(
     cu_seqlens: IntArray | None = None,
     attention_mask: Array | None = None,
     audio_lengths: IntArray | None = None,
-    images_per_document: IntArray | None = None,
-    marker_ids: Array | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
     """Build the table of a tokenised batch in one pass in C; return None if Python must build it or raise the error.
 
@@ -378,9 +376,6 @@ def scan(
         cu_seqlens: (documents + 1,) first token of each packed document, then the total.
         attention_mask: (batch, seq) of 0 and 1.
         audio_lengths: (audios,) number of tokens of each audio input.
-        images_per_document: (documents,) number of rows of image_grid_thw that belong to each document; some of these
-            rows may be left over.
-        marker_ids: ids of the tokens around crops, if input_ids are token types.
 
     Returns:
         The table, and (segments,) index of the video of each segment, -1 for other segments; None without videos.
@@ -389,9 +384,8 @@ def scan(
     arrays = None
     if core is not None:
         arrays = core.scan(
-            input_ids, cu_seqlens, attention_mask, tokens, merging, image_grid_thw, video_grid_thw, audio_lengths,
-            images_per_document, marker_ids,
-        )  # fmt: skip
+            input_ids, cu_seqlens, attention_mask, tokens, merging, image_grid_thw, video_grid_thw, audio_lengths
+        )
     if arrays is None:
         return None
     *of_table, video = arrays

@@ -21,7 +21,6 @@ from torch import Tensor
 
 import mmpos
 from mmpos.integrations.hf import rope_index
-from mmpos.integrations.hf.get_rope_index import GeneratingRopeIndex
 from mmpos.integrations.models import ModelSettings
 
 LIKE = {
@@ -40,7 +39,11 @@ LIKE = {
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 """Model types whose thinker has the method."""
 
-MODELS = (*LIKE, "glm_image", "hunyuan_vl", "minicpmv4_7", *OMNI)
+MODELS = (*LIKE, "hunyuan_vl", *OMNI)
+"""Model types for which ``rope_index`` has a function."""
+
+PLACED = ("glm_image", "minicpmv4_7")
+"""Other model types with the method, whose positions only ``ModelSettings`` computes."""
 
 Array = npt.NDArray[Any]
 
@@ -50,7 +53,7 @@ class Request:
     """One call, and the functions on both sides.
 
     Args:
-        ours: our function for the call's config.
+        ours: our function for the call's config; None for PLACED.
         theirs: the model's method, with the same config but without weights.
         arguments: arguments for both functions.
         settings: arguments of ``ModelSettings.segments`` for the same batch, if a processor can produce it.
@@ -58,7 +61,7 @@ class Request:
         needed: arguments that only the model's method requires.
     """
 
-    ours: Callable[..., Any]
+    ours: Callable[..., Any] | None
     theirs: Callable[..., Any]
     arguments: dict[str, Any]
     settings: dict[str, Any] | None = None
@@ -261,44 +264,24 @@ def with_settings(model: str) -> tuple[Any, ModelSettings]:
 
 
 def like_glm_image(random: Random, model: str) -> Request:
-    """Draw rows with images, complete or to generate, padded and masked with holes; sometimes rows share grids."""
+    """Draw padded rows with images, complete or to generate."""
     config, settings = with_settings(model)
     grids: list[list[int]] = []
-    alike = random.random() < 0.2
-    rows = [_glm_image_row(random, settings, grids) for _ in range(1 if alike else random.randint(1, 4))]
-    ids, real = batch_of(random, [row for row, _ in rows] * (random.randint(1, 3) if alike else 1))
-    counts, holes = [count for _, count in rows], False
-    settings_arguments: dict[str, Any] = {
-        "input_ids": ids,
-        "image_grid_thw": grids or None,
-        "attention_mask": real.astype(np.int64),
-    }
-    arguments: dict[str, Any] = {"input_ids": ids}
-    patch = settings.placeholders.image or 0
-    if random.random() < 0.5:  # the model replaces placeholders with image codes before the call
-        arguments["input_ids"] = ids.masked_fill(ids == patch, TEXT)
-    if not real.all() or random.random() < 0.3:
-        around = np.isin(ids.numpy(), (patch, *(settings.image_markers or ())))
-        arguments["attention_mask"], holes = mask_of(random, real, around)
-    elif random.random() < 0.3:
-        arguments["attention_mask"] = torch.ones(len(ids), ids.shape[1] + 3, dtype=torch.int64)
-    elif random.random() < 0.7:  # the method accepts int32 only without a mask
-        arguments["input_ids"] = arguments["input_ids"].int()
-    if grids or random.random() < 0.5:
-        arguments["image_grid_thw"] = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
-        if not alike:
-            arguments["images_per_sample"] = torch.tensor(counts)
+    rows = [_glm_image_row(random, settings, grids) for _ in range(random.randint(1, 4))]
+    ids, real = batch_of(random, [row for row, _ in rows])
+    counts, mask = [count for _, count in rows], real.astype(np.int64)
+    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.from_numpy(mask)}
+    if grids:
+        arguments |= {"image_grid_thw": torch.tensor(grids), "images_per_sample": torch.tensor(counts)}
     kind, stand_in = unbound(model, config)
 
     def theirs(**arguments: Any) -> Any:
         ids = kind.get_rope_index(stand_in, **arguments)
         return ids, stand_in._cached_decode_position_ids
 
-    clean = not alike and not holes
+    settings_arguments = {"input_ids": ids, "image_grid_thw": grids or None, "attention_mask": mask}
     settings_arguments["images_per_sample"] = counts
-    function = rope_index(config)
-    assert isinstance(function, GeneratingRopeIndex)
-    return Request(function.with_generated, theirs, arguments, settings_arguments if clean else None, settings)
+    return Request(None, theirs, arguments, settings_arguments, settings)
 
 
 # MiniCPM-V 4.7.
@@ -339,37 +322,21 @@ def _minicpm_row(random: Random, settings: ModelSettings, grids: dict[int, list[
 
 
 def like_minicpm(random: Random, model: str) -> Request:
-    """Draw images and video frames, padded and masked with holes, merged as the config or the call says."""
+    """Draw padded rows of images and video frames."""
     config, settings = with_settings(model)
     image, video = settings.placeholders.image or 0, settings.placeholders.video or 0
     grids: dict[int, list[list[int]]] = {image: [], video: []}
     ids, real = batch_of(random, [_minicpm_row(random, settings, grids) for _ in range(random.randint(1, 4))])
+    mask = real.astype(np.int64)
     kinds = ((ids == image).numpy() + 2 * (ids == video).numpy()) * real
-    arguments: dict[str, Any] = {
-        "input_ids": ids.to(random.choice([torch.int64, torch.int32])),
-        "mm_token_type_ids": any_integers(random, kinds),
-    }
-    holes = False
-    if not real.all() or random.random() < 0.3:
-        markers = settings.placeholders.crops
-        assert markers is not None
-        around = (markers.thumbnail_start, markers.thumbnail_end, markers.tile_start, markers.tile_end)
-        arguments["attention_mask"], holes = mask_of(random, real, kinds + np.isin(ids.numpy(), around))
-    mode = random.choice([None, "16x", "4x"])
-    merge = 2 if mode == "4x" else 4
-    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
-    settings_arguments |= {"image_grid_thw": grids[image] or None, "video_grid_thw": grids[video] or None}
-    clean = not holes
-    if mode is not None:
-        arguments["downsample_mode"] = mode
-    for name, patch in (("target_sizes", image), ("target_sizes_videos", video)):
-        sizes = [[merge * side // 4 + random.randrange(merge) for side in grid[1:]] for grid in grids[patch]]
-        if random.random() < 0.2:  # a crop without tokens
-            sizes.append(random.choice([[4, 8], [1, 8]]))
-        if sizes:
-            arguments[name] = torch.tensor(sizes)
-    theirs = method_of(model, config)
-    return Request(rope_index(config), theirs, arguments, settings_arguments if clean else None, settings)
+    arguments: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": torch.from_numpy(kinds)}
+    arguments["attention_mask"] = torch.from_numpy(mask)
+    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    for name, kind, patch in (("target_sizes", "image", image), ("target_sizes_videos", "video", video)):
+        settings_arguments[f"{kind}_grid_thw"] = grids[patch] or None
+        if grids[patch]:
+            arguments[name] = torch.tensor(grids[patch])[:, 1:]
+    return Request(None, method_of(model, config), arguments, settings_arguments, settings)
 
 
 # Qwen Omni.
@@ -482,4 +449,4 @@ FAMILIES: Mapping[str, Callable[[Random, str], Request]] = {
     "minicpmv4_7": like_minicpm,
     **dict.fromkeys(OMNI, like_omni),
 }
-"""The function that draws random requests of each of MODELS."""
+"""The function that draws random requests of each of MODELS and PLACED."""

@@ -69,13 +69,6 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "janus": {"vq_config": VQ, "vision_config": {"projection_dim": 64}},
     "kyutai_speech_to_text": {"codebook_vocab_size": 64, "codec_config": {"num_filters": 4, "upsample_groups": 4}},
     "llama4": {"text_config": {"intermediate_size_mlp": 64}, "vision_config": {"projector_output_dim": 64}},
-    "minicpmv4_7": {
-        "insert_layer_id": 0,
-        "text_config": {
-            "layer_types": ["full_attention"] * 2,
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]},
-        },
-    },
     "mistral4": {"head_dim": 32},
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}, "text_config": {"rope_scaling_layers": [0, 1]}},
     "muse_spark": {"text_config": {"moe_hidden_size": 64}},

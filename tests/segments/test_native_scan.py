@@ -180,8 +180,8 @@ def test_the_scan_of_arbitrary_numbers_never_reads_out_of_bounds() -> None:
         dtype = random.choice([np.int64, np.int32, np.uint8])
         shape = random.choice([(batch, seq), (batch * seq,)])
         cu = random.choice([None, np.sort(numbers(batch + 1, most=max(seq * batch, 1)))])
-        kept = random.choice([[0, 1, 2], [0, 1], [0, 5, 6, 7, 8, 9], [0, 3, 4], [0, 1, 2, 3, 4], [10, 11]])
-        tokens = tuple(random.randint(0, 4) if i in kept else absent for i in range(12))
+        kept = random.choice([[0, 1, 2], [0, 1], [0, 5, 6, 7, 8, 9], [0, 3, 4], [0, 1, 2, 3, 4]])
+        tokens = tuple(random.randint(0, 4) if i in kept else absent for i in range(10))
         options = (*(random.randint(0, 2) for _ in range(2)), random.random() < 0.5, random.random() < 0.9, False)
         answer = native.core.scan(
             numbers(*shape, dtype=dtype),
@@ -192,8 +192,6 @@ def test_the_scan_of_arbitrary_numbers_never_reads_out_of_bounds() -> None:
             random.choice([None, numbers(random.randint(0, 9), 3, most=3)]),
             random.choice([None, numbers(random.randint(0, 9), 3, most=3)]),
             random.choice([None, None, numbers(random.randint(0, 3))]),
-            random.choice([None, None, numbers(random.randint(0, 3))]),
-            random.choice([None, None, numbers(*shape, dtype=dtype)]),
         )
         if answer is not None:
             tables_built += 1

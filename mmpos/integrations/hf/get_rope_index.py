@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import TypeVar
 
@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.library import infer_schema
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.hf.canvas_rope_index import CanvasRopeIndex
-from mmpos.integrations.hf.generating_rope_index import GeneratingRopeIndex
 from mmpos.integrations.hf.omni_rope_index import OmniRopeIndex
 from mmpos.integrations.hf.token_types import (
     IMAGE,
@@ -46,8 +44,6 @@ from mmpos.support.checks import INT32_MAX, IntArray, integer
 from mmpos.support.ragged import ragged_arange
 
 __all__ = [
-    "CanvasRopeIndex",
-    "GeneratingRopeIndex",
     "OmniRopeIndex",
     "RopeIndex",
     "TimedRopeIndex",
@@ -62,6 +58,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _MROPE = MRopeTransformers()
 _TYPES = Placeholders(IMAGE, VIDEO).tokens
 _METHOD = "get_rope_index"
+_NOT_REPLACED = ("glm_image", "minicpmv4_7")
 
 
 @dataclass(frozen=True)
@@ -255,7 +252,7 @@ class XDRopeIndex:
         return ids
 
 
-Function = RopeIndex | XDRopeIndex | CanvasRopeIndex | OmniRopeIndex | GeneratingRopeIndex
+Function = RopeIndex | XDRopeIndex | OmniRopeIndex
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,18 +307,12 @@ def rope_index(config: object) -> Function:
         InvalidInputError: a field is missing from the config.
     """
     fields = Fields.of(config)
-    known = MODEL_TYPES.get(fields.model_type)
+    known, got = MODEL_TYPES.get(fields.model_type), f"config.model_type: got {fields.model_type!r}"
+    if fields.model_type in _NOT_REPLACED:
+        raise UnsupportedError(f"{got}, whose method is not replaced: call model.model.get_rope_index of Transformers")
     if known is None or not known.has_rope_index:
-        got = fields.model_type
-        want = ", ".join(sorted(name for name, row in MODEL_TYPES.items() if row.has_rope_index))
-        raise UnsupportedError(f"config.model_type: got {got!r}, want one of {want}")
-    if known.generates:
-        start, end = (fields.integer(f"image_{side}_token_id", needed=True) for side in ("start", "end"))
-        return GeneratingRopeIndex(start, end)
-    if known.crop_markers:
-        settings = from_hf_config(config)
-        assert settings.placeholders.crops is not None
-        return CanvasRopeIndex(settings.placeholders.crops, settings.spatial_merge_size)
+        types = {name for name, row in MODEL_TYPES.items() if row.has_rope_index}
+        raise UnsupportedError(f"{got}, want one of {', '.join(sorted(types.difference(_NOT_REPLACED)))}")
     if known.row_separator:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
@@ -379,8 +370,6 @@ def install(model: Model) -> Model:
             raise UnsupportedError(f"model: got {got} set on the instance, want the method of the class")
     functions = [rope_index(module.config) for module in modules]
     for module, function in zip(modules, functions, strict=True):
-        if isinstance(function, GeneratingRopeIndex):
-            function = replace(function, model=module)
         setattr(module, _METHOD, function)
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +28,17 @@ from mmpos.integrations.models.settings import audio_tokens
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import TMRope
-from mmpos.segments.kinds import AUDIO, CLIP, GRID
+from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import INT32_MAX, IntArray, counted
+from mmpos.support.checks import INT32_MAX, IntArray
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["OmniRopeIndex"]
 
 _AUDIO, _VISION_START, _AUDIO_START = 3, 4, 5  # additional token types; segments treat these markers as text
+_MARKER_NAMES = {_VISION_START: "vision_start_token_id", _AUDIO_START: "audio_start_token_id"}
+_MARKERS = {GRID: [_VISION_START], AUDIO: [_AUDIO_START], CLIP: [_VISION_START, _AUDIO_START]}
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,10 @@ class OmniRopeIndex:
     """Function with the same arguments and results as ``get_rope_index`` of the Qwen Omni models.
 
     In Qwen2.5-Omni, ids have the dtype of input_ids, or int64 if there are no grids; padding has the id 1. Frame times
-    are rounded down.
-
-    In Qwen3-Omni, ids and deltas are float32. Frames have fractional ids, and the tokens after a video continue from
-    them. Each id is the sum of the previous id and an increment, rounded to float32. Deltas are rounded in the same
-    way: a decoding step adds the number of tokens to the delta and rounds once more. Padding has the id 0, or 1 if
-    there are no grids.
+    are rounded down. In Qwen3-Omni, ids and deltas are float32. Frames have fractional ids, and the tokens after a
+    video continue from them. Each id is the sum of the previous id and an increment, rounded to float32. Deltas are
+    rounded in the same way: a decoding step adds the number of tokens to the delta and rounds once more. Padding has
+    the id 0, or 1 if there are no grids.
 
     Args:
         placeholders: token ids of image patches, video patches and audio.
@@ -163,13 +164,16 @@ def _compute(
         if grids is None:
             tokens = _text_without_marker(tokens, kind)
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
-    segments = tokens.segments(
-        tokens.used("image_grid_thw", images, IMAGE, merge),
-        tokens.used("video_grid_thw", videos, VIDEO, merge),
-        Placeholders(IMAGE, VIDEO, _AUDIO),
-    )
-    if audio is not None:
-        _check_audio(segments, audio.numpy(), audio_chunk)
+    lengths = None if audio is None else audio_tokens("audio_seqlens", audio.numpy(), audio_chunk)
+    try:
+        segments = tokens.segments(
+            tokens.used("image_grid_thw", images, IMAGE, merge),
+            tokens.used("video_grid_thw", videos, VIDEO, merge),
+            Placeholders(IMAGE, VIDEO, _AUDIO),
+            audio_lengths=None if lengths is None else lengths[lengths > 0],
+        )
+    except InvalidInputError as error:
+        raise InvalidInputError(str(error).replace("audio_lengths", "audio_seqlens")) from None
     if not use_audio_in_video and (segments.kind == CLIP).any():
         raise InvalidInputError("use_audio_in_video: got False, want True for a video with audio between its frames")
     times, first_frames = _omni_times(segments, tokens, seconds, tokens_per_second)
@@ -180,26 +184,6 @@ def _compute(
     seconds_per_chunk = Fraction(tokens_per_chunk, tokens_per_second)
     scheme = _OmniTimes(tokens_per_second, "transformers", seconds_per_chunk, times=rounded, first_frames=first_frames)
     return ids_and_deltas(place(segments, scheme), input_ids, tokens, padding=1)
-
-
-def _check_audio(segments: SegmentTable, frames: IntArray, audio_chunk: int | None) -> None:
-    """Compare the numbers of audio tokens, in clips and alone, with the numbers of frames passed to the encoder."""
-    lengths = audio_tokens("audio_seqlens", frames, audio_chunk)
-    audios = np.flatnonzero(lengths > 0)
-    tokens = np.where(segments.kind == AUDIO, segments.lengths, 0)
-    if segments.extra_tokens is not None:
-        tokens = tokens + segments.extra_tokens
-    tokens = tokens[tokens > 0]
-    if audios.size != tokens.size:
-        raise InvalidInputError(
-            f"audio_seqlens: got {counted(audios.size, 'audio')} of at least one token, "
-            f"want {tokens.size}, one per run of audio tokens"
-        )
-    for i in audios[lengths[audios] != tokens][:1]:
-        raise InvalidInputError(
-            f"audio_seqlens[{i}]: got {counted(frames[i], 'frame')}, which the encoder turns into "
-            f"{counted(lengths[i], 'token')}, want the {tokens[audios == i][0]} in input_ids"
-        )
 
 
 def _text_without_marker(tokens: TokenTypes, kind: int) -> TokenTypes:
@@ -215,198 +199,100 @@ def _omni_times(
     segments: SegmentTable, tokens: TokenTypes, seconds: Tensor | None, rate: int
 ) -> tuple[Tensor, IntArray]:
     """Return the float32 id of each frame minus that of its grid's first frame, and the first frame of each grid."""
-    grid = (segments.kind == GRID) | (segments.kind == CLIP)
-    frames, lengths = segments.extents[0, grid], segments.lengths
-    clip = (segments.kind == CLIP)[grid]
-    is_video = clip | (tokens.types.ravel()[(lengths.cumsum() - lengths)[grid]] == VIDEO)
-    videos = int(is_video.sum())
+    kind, first = segments.kind, segments.lengths.cumsum() - segments.lengths
+    grid = (kind == GRID) | (kind == CLIP)
+    is_video = ((kind == CLIP) | (tokens.types.ravel()[first] == VIDEO))[grid]
+    frames, videos = segments.extents[0, grid], int(is_video.sum())
     if videos and (seconds is None or seconds.dim() != 1 or len(seconds) < videos):
         got = "None" if seconds is None else f"shape {tuple(seconds.shape)}"
         raise InvalidInputError(f"second_per_grids: got {got}, want at least {videos} values, one per video")
     owner, frame = ragged_arange(frames)
     intervals = torch.ones(frames.size)
     if seconds is not None and videos:
-        seconds = seconds[:videos].float()
-        if not (valid := (seconds >= 0) & seconds.isfinite()).all():
-            v = int(valid.logical_not().int().argmax())
-            raise InvalidInputError(f"second_per_grids[{v}]: got {seconds[v].item()}, want a number >= 0")
-        intervals[torch.from_numpy(is_video)] = seconds
-    times = torch.from_numpy(frame) * intervals[torch.from_numpy(owner)] * rate
-    if not (valid := times.double() <= INT32_MAX).all():
-        g = owner[int(valid.logical_not().int().argmax())]
-        v = int(is_video[:g].sum())
-        raise InvalidInputError(f"second_per_grids[{v}]: got {intervals[g].item():g}, want frame ids within int32")
+        intervals[torch.from_numpy(is_video)] = seconds[:videos].float()
+    intervals = intervals[torch.from_numpy(owner)]
+    times = torch.from_numpy(frame) * intervals * rate
+    if not (valid := (intervals >= 0) & (times.double() <= INT32_MAX)).all():
+        f = int(valid.logical_not().int().argmax())
+        got = f"second_per_grids[{is_video[: owner[f]].sum()}]: got {intervals[f].item():g}"
+        raise InvalidInputError(f"{got}, want a number >= 0 and ids within int32")
     return times, frames.cumsum() - frames
 
 
-Floats = npt.NDArray[np.float32]
+class _Row:
+    """Ids of one document of Qwen3-Omni, filled in token order; every sum is rounded to float32.
 
-_TEXT, _MARKERS, _CONTENT, _LAST, _AFTER, _LAST_AFTER, _NEXT = range(7)
-"""Columns of ``_Contents._sums``: the first id of the text before a content, the first id of its start markers, the
-first and the highest id of its tokens, the first and the last id of its end markers, and the first id of the text after
-it. Each column is the previous column plus an increment, summed in float32."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Contents:
-    """Images, videos, audio and videos with audio in a packed batch, in token order.
-
-    Args:
-        document: (contents,) index of the document that contains each content.
-        first: (contents,) index in the batch of the first token after the start markers.
-        markers: (contents,) number of start markers, which equals the number of end markers.
-        frames: (contents,) number of frames, 0 for audio.
-        height: (contents,) rows of patches, 0 for audio.
-        width: (contents,) columns of patches, 0 for audio.
-        audio: (contents,) number of audio tokens.
-        cu_seqlens: (documents + 1,) first token of each document, then the total.
+    Source: get_rope_index of Qwen3-Omni in Transformers.
     """
 
-    document: IntArray
-    first: IntArray
-    markers: IntArray
-    frames: IntArray
-    height: IntArray
-    width: IntArray
-    audio: IntArray
-    cu_seqlens: IntArray
+    def __init__(self, ids: npt.NDArray[np.float32]) -> None:
+        self.ids, self.at, self.next_id = ids, 0, np.float32(0)
 
-    @property
-    def stop(self) -> IntArray:
-        """(contents,) index of the token after the last one of the content."""
-        return self.first + self.frames * self.height * self.width + self.audio
+    def add_text(self, tokens: int) -> None:
+        """Fill the ids of text or markers; the last markers of a document may be missing."""
+        ids = self.ids[:, self.at : self.at + tokens]
+        ids[:] = self.next_id + np.arange(ids.shape[1], dtype=np.float32)
+        self.at += tokens
+        self.next_id = self.next_id + np.float32(tokens)
 
-    @property
-    def is_first(self) -> npt.NDArray[np.bool_]:
-        """(contents,) whether the content is the first in its document."""
-        return np.diff(self.document, prepend=-1) > 0
-
-    @property
-    def text(self) -> IntArray:
-        """(contents,) number of text tokens before the start markers; negative if the markers of contents overlap."""
-        before = np.append(0, (self.stop + self.markers)[:-1])[: self.first.size]
-        return self.first - self.markers - np.where(self.is_first, self.cu_seqlens[self.document], before)
-
-    def ids(self, times: Floats) -> tuple[Floats, Floats]:
-        """Compute the (3, tokens) ids of all tokens and the (documents,) deltas.
+    def add_content(
+        self, first: int, markers: int, times: npt.NDArray[np.float32], height: int, width: int, audio: int
+    ) -> None:
+        """Fill the ids of text up to a content, its start markers, the content and its end markers.
 
         Frames and audio of a video are interleaved by ascending id, and a frame comes before audio with the same id.
-        The comparison uses rounded ids, so the order depends on the position of the video.
-        Source: get_rope_index of Qwen3-Omni in Transformers.
-
-        Args:
-            times: (frames of all contents,) id of each frame minus that of the content's first frame; ascending in each
-                content.
+        The comparison uses rounded ids, so the order depends on the position of the video. There are as many end
+        markers as start markers; ``times`` are the ids of the frames minus that of the first, and ascend.
         """
-        frame_of, _ = ragged_arange(self.frames)
-        audio_of, audio_index = ragged_arange(self.audio)
-        owner, is_audio = np.append(frame_of, audio_of), np.arange(frame_of.size + audio_of.size) >= frame_of.size
-        local = np.append(times, audio_index.astype(np.float32))
-        unit_tokens = np.where(is_audio, 1, (self.height * self.width)[owner])  # a unit is a frame or an audio token
-        last_frame = np.zeros(self.first.size, np.float32)
-        last_frame[frame_of] = times  # times ascend, so the last assignment wins
-        last_patch = np.maximum(last_frame, np.maximum(self.height, self.width) - np.float32(1)).astype(np.float32)
-        last_audio = (self.audio - 1).astype(np.float32)
-        ends_in_audio = (self.frames == 0) | ((self.audio > 0) & (last_audio >= last_frame))
-        while True:  # rounding sometimes swaps the last frame and the last audio token, which changes all later ids
-            sums = self._sums(np.where(ends_in_audio, last_audio, last_patch))
-            value = sums[owner, _CONTENT] + local
-            order = np.lexsort((is_audio, value, owner))
-            ends = is_audio[order[(self.frames + self.audio).cumsum() - 1]]
-            if (ends == ends_in_audio).all():
-                break
-            ends_in_audio = ends
-        ids = self._text_ids(sums)
-        unit, index = ragged_arange(unit_tokens[order])
-        unit, first = order[unit], self.first[owner[order]] + _since_first(unit_tokens[order], owner[order])
-        token = first.repeat(unit_tokens[order]) + index
-        ids[0, token] = value[unit]
-        for axis, local_id in enumerate(np.divmod(index, np.maximum(self.width, 1)[owner[unit]]), 1):
-            patch = sums[owner[unit], _CONTENT] + local_id.astype(np.float32)
-            ids[axis, token] = np.where(is_audio[unit], value[unit], patch)
-        bounds = self.cu_seqlens
-        highest = np.maximum.reduceat(ids.max(axis=0), bounds[:-1]) if bounds.size > 1 else np.zeros(0, np.float32)
-        return ids, (highest + np.float32(1)) - np.diff(bounds).astype(np.float32)
-
-    def _sums(self, last: Floats) -> Floats:
-        """Sum the increments of ids; the result is (contents, 7) ids with the columns _TEXT to _NEXT.
-
-        Args:
-            last: (contents,) highest id of each content minus its first id.
-        """
-        rank = np.arange(self.first.size)
-        rank = rank - np.maximum.accumulate(np.where(self.is_first, rank, 0))
-        one = np.ones_like(last)
-        added = np.stack([self.text, self.markers, last, one, self.markers - 1, one], axis=1).astype(np.float32)
-        steps = np.zeros((self.cu_seqlens.size - 1, rank.max(initial=0) + 1, added.shape[1]), np.float32)
-        steps[self.document, rank] = added
-        steps = steps.reshape(len(steps), steps.shape[1] * steps.shape[2])
-        sums = np.concatenate([np.zeros_like(steps[:, :1]), np.add.accumulate(steps, axis=1)], axis=1)
-        return np.asarray(sums[self.document[:, None], rank[:, None] * added.shape[1] + np.arange(_NEXT + 1)])
-
-    def _text_ids(self, sums: Floats) -> Floats:
-        """Return (3, tokens) ids in which those of text and markers are set; the ids of contents are uninitialised."""
-        bounds = self.cu_seqlens
-        begin, end = bounds[:-1], bounds[1:]
-        after = np.minimum(self.markers, end[self.document] - self.stop)
-        (final,) = np.append(self.is_first, True)[1:].nonzero()  # the last content of each document that has contents
-        begin, start = begin.copy(), np.zeros(begin.size, np.float32)
-        begin[self.document[final]] = (self.stop + after)[final]
-        start[self.document[final]] = sums[final, _NEXT]
-        firsts = [self.first - self.markers - self.text, self.first - self.markers, self.stop, begin]
-        lengths = np.concatenate([self.text, self.markers, after, end - begin])
-        owner, index = ragged_arange(lengths)
-        starts = np.concatenate([*sums[:, [_TEXT, _MARKERS, _AFTER]].T, start])
-        ids = np.empty((3, int(bounds[-1])), np.float32)
-        ids[:, np.concatenate(firsts)[owner] + index] = starts[owner] + index.astype(np.float32)
-        return ids
+        self.add_text(first - markers - self.at)
+        self.add_text(markers)
+        patches = np.indices((times.size, height, width), np.float32).reshape(3, -1)
+        patches[0] = times.repeat(height * width)
+        ids = np.concatenate([patches, np.tile(np.arange(audio, dtype=np.float32), (3, 1))], axis=1) + self.next_id
+        last_is_audio = not times.size
+        if audio and times.size:
+            order = ids[0].argsort(kind="stable")
+            ids, last_is_audio = ids[:, order], order[-1] >= patches.shape[1]
+        self.ids[:, first : first + ids.shape[1]] = ids
+        self.at = first + ids.shape[1]
+        last = audio - 1 if last_is_audio else max(times[-1], height - 1, width - 1)
+        self.next_id = self.next_id + np.float32(last) + np.float32(1)
+        for _ in range(markers):  # two sums, as in the method
+            self.add_text(1)
 
 
-def _since_first(lengths: IntArray, owner: IntArray) -> IntArray:
-    """Sum the lengths from an owner's first entry to each of its entries; the owners are in ascending order."""
-    before = lengths.cumsum() - lengths
-    return np.asarray(before - before[np.searchsorted(owner, owner)])
-
-
-def _float_ids(segments: SegmentTable, tokens: TokenTypes, times: Floats, input_ids: Tensor) -> Ids:
-    """Compute the float32 ids and deltas of Qwen3-Omni."""
+def _float_ids(segments: SegmentTable, tokens: TokenTypes, times: npt.NDArray[np.float32], input_ids: Tensor) -> Ids:
+    """Compute the float32 ids and deltas of Qwen3-Omni from packed tokens and the times of all frames."""
     assert tokens.cu_seqlens is not None, "packed"
-    contents = _contents(segments, tokens.types, tokens.cu_seqlens)
-    size, batch = 3 * input_ids.numel(), len(input_ids)
-    numbers = np.zeros(size + batch, np.float32)
-    numbers[:size].reshape(3, -1)[:, tokens.packed_index], numbers[size:] = contents.ids(times)
+    bounds, offsets = tokens.cu_seqlens.tolist(), segments.segment_offsets.tolist()
+    kinds, stops, extents = segments.kind.tolist(), segments.lengths.cumsum().tolist(), segments.extents.T.tolist()
+    audios = [0] * len(kinds) if segments.extra_tokens is None else segments.extra_tokens.tolist()
+    size, frame = 3 * input_ids.numel(), 0
+    numbers, ids = np.zeros(size + len(input_ids), np.float32), np.empty((3, bounds[-1]), np.float32)
+    for d, (begin, end) in enumerate(pairwise(bounds)):
+        row = _Row(ids[:, begin:end])
+        for s in (s for s in range(offsets[d], offsets[d + 1]) if kinds[s] != TEXT):
+            (frames, height, width), audio, stop = extents[s], audios[s], stops[s] - begin
+            if kinds[s] == AUDIO:
+                frames, height, width, audio = 0, 0, 0, width
+            markers = _MARKERS[kinds[s]]
+            first = stop - len(markers) * (kinds[s] == CLIP) - frames * height * width - audio
+            before = first - len(markers)
+            if row.at > before or tokens.types[begin + before : begin + first].tolist() != markers:
+                want = " and ".join(_MARKER_NAMES[marker] for marker in markers)
+                at = f"document {d}, token {first}"
+                raise InvalidInputError(f"input_ids: got other tokens before the placeholders at {at}, want {want}")
+            row.add_content(first, len(markers), times[frame : frame + frames], height, width, audio)
+            frame += frames
+        row.add_text(end - begin - row.at)
+        numbers[size + d] = row.ids.max() + np.float32(1) - np.float32(end - begin)
+    numbers[:size].reshape(3, -1)[:, tokens.packed_index] = ids
     return on_device(numbers, input_ids, 3)
 
 
-def _contents(segments: SegmentTable, types: IntArray, cu_seqlens: IntArray) -> _Contents:
-    """Collect the contents and check that each follows its start marker, as in Qwen3-Omni."""
-    kind, lengths = segments.kind, segments.lengths
-    is_content = (kind == GRID) | (kind == CLIP) | (kind == AUDIO)
-    document = np.arange(cu_seqlens.size - 1).repeat(np.diff(segments.segment_offsets))[is_content]
-    first, kind = (lengths.cumsum() - lengths)[is_content], kind[is_content]
-    is_audio, is_clip = kind == AUDIO, kind == CLIP
-    frames, height, width = np.where(is_audio, 0, segments.extents[:, is_content])
-    audio = np.where(is_audio, lengths[is_content], 0)
-    if segments.extra_tokens is not None:
-        audio[is_clip] = segments.extra_tokens[is_content][is_clip]
-    contents = _Contents(document, first + 2 * is_clip, 1 + is_clip, frames, height, width, audio, cu_seqlens)
-    marker = np.where(is_audio | is_clip, _AUDIO_START, _VISION_START)
-    # A content at the first token has no marker, so its number of text tokens is negative.
-    starts = (contents.text >= 0) & (types[contents.first - 1] == marker)
-    starts &= ~is_clip | (types[np.maximum(contents.first - 2, 0)] == _VISION_START)
-    if not starts.all():
-        c = int(starts.argmin())
-        at = f"document {document[c]}, token {contents.first[c] - cu_seqlens[document[c]]}"
-        want = "vision_start_token_id" if not is_audio[c] else "audio_start_token_id"
-        want = f"{want} and audio_start_token_id" if is_clip[c] else want
-        raise InvalidInputError(f"input_ids: got other tokens before the placeholders at {at}, want {want}")
-    return contents
-
-
 def _shapes(input_ids: Tensor, *arguments: object) -> Ids:
-    *_, audio_chunk = arguments
     ids, deltas = shapes(input_ids)
-    return (ids, deltas) if audio_chunk is None else (ids.float(), deltas.float())
+    return (ids, deltas) if arguments[-1] is None else (ids.float(), deltas.float())  # the last one is audio_chunk
 
 
 _OPERATOR = define_operator("omni_rope_index" + infer_schema(_compute, mutates_args=()), _compute, _shapes)

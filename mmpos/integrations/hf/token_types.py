@@ -65,8 +65,6 @@ def scan_tensors(
     image_grid_thw: Tensor | None,
     video_grid_thw: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    images_per_document: Tensor | None = None,
-    marker_ids: Tensor | None = None,
 ) -> tuple[SegmentTable, IntArray | None] | None:
     """Build the table from token ids or token types in a single pass in C; see ``mmpos.segments.table.scan``.
 
@@ -82,8 +80,6 @@ def scan_tensors(
         None if image_grid_thw is None else image_grid_thw.numpy(),
         None if video_grid_thw is None else video_grid_thw.numpy(),
         attention_mask=None if attention_mask is None else attention_mask.numpy(),
-        images_per_document=None if images_per_document is None else images_per_document.numpy(),
-        marker_ids=None if marker_ids is None else marker_ids.contiguous().numpy(),
     )
 
 

@@ -174,7 +174,21 @@ class ModelSettings:
         """
         if not self.generates:
             raise UnsupportedError(f"generated: got {self.model_type!r}, want a model that generates images")
-        return generated(prompt, *per_sample(image_grid_thw, images_per_sample, prompt.num_documents))
+        grids, counts = per_sample(image_grid_thw, images_per_sample, prompt.num_documents)
+        sources = np.zeros(prompt.num_documents, np.int64)
+        np.add.at(sources, np.arange(sources.size).repeat(np.diff(prompt.segment_offsets)), prompt.kind == GRID)
+        if (sources > counts).any():
+            d = int((sources > counts).argmax())
+            raise InvalidInputError(
+                f"images_per_sample[{d}]: got {counts[d]}, want at least {sources[d]}, the images of the prompt"
+            )
+        owner, index = ragged_arange(counts - sources + 1)
+        is_grid = index < (counts - sources)[owner]
+        extents = np.ones((3, owner.size), np.int64)
+        extents[1:, is_grid] = grids[(counts.cumsum()[owner] - 1 - index)[is_grid], 1:].T
+        return SegmentTable(
+            np.where(is_grid, GRID, TEXT).astype(np.uint8), extents, np.append(0, (counts - sources + 1).cumsum())
+        )
 
     def audio_tokens(self, frames: npt.ArrayLike) -> IntArray:
         """Return the number of tokens that the encoder outputs for each audio: the audio_lengths of ``segments``.
@@ -314,24 +328,6 @@ def per_sample(
     if counts.sum() != len(grids):
         raise InvalidInputError(f"images_per_sample: got a sum of {counts.sum()}, want {len(grids)}, one per grid")
     return grids, counts
-
-
-def generated(prompt: SegmentTable, grids: IntArray, counts: IntArray) -> SegmentTable:
-    """Build the table of images to generate from checked grids and counts; see ``ModelSettings.generated``."""
-    sources = np.zeros(prompt.num_documents, np.int64)
-    np.add.at(sources, np.arange(sources.size).repeat(np.diff(prompt.segment_offsets)), prompt.kind == GRID)
-    if (sources > counts).any():
-        d = int((sources > counts).argmax())
-        raise InvalidInputError(
-            f"images_per_sample[{d}]: got {counts[d]}, want at least {sources[d]}, the images of the prompt"
-        )
-    owner, index = ragged_arange(counts - sources + 1)
-    is_grid = index < (counts - sources)[owner]
-    extents = np.ones((3, owner.size), np.int64)
-    extents[1:, is_grid] = grids[(counts.cumsum()[owner] - 1 - index)[is_grid], 1:].T
-    return SegmentTable(
-        np.where(is_grid, GRID, TEXT).astype(np.uint8), extents, np.append(0, (counts - sources + 1).cumsum())
-    )
 
 
 def _videos_apart(batch: PackedIds, image: int, video: int, markers: tuple[int, int]) -> IntArray:

@@ -41,7 +41,6 @@ from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.timing import Call, Timer, in_turns
 from mmpos_bench.workloads import workload
 from mmpos_server.config import Limits, load
-from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.listening import Listen, address, transport_options
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0)]
@@ -445,12 +444,6 @@ def _mistakes(address: str, chance: random.Random, client: Client) -> Actions:
         with grpc.insecure_channel(address, options=_ALONE) as channel:
             ask(channel, path, request)
 
-    def infer() -> None:
-        request = pb.ModelInferRequest(model_name="positions")
-        request.inputs.add(name="lengths", datatype="INT64", shape=[chance.randrange(1, 4)])
-        request.raw_input_contents.append((4096).to_bytes(8, "little") * 2)
-        raw("/inference.GRPCInferenceService/ModelInfer", request.SerializeToString())
-
     def build_broken() -> None:
         photo = chance.choice(PHOTOGRAPHS)
         cut = photo[: chance.randrange(len(photo))]
@@ -469,7 +462,6 @@ def _mistakes(address: str, chance: random.Random, client: Client) -> Actions:
         "build_broken": build_broken,
         "cancel": lambda: asyncio.run(cancel()),
         "deadline": lambda: client.with_options(timeout=chance.uniform(0.0005, 0.01)).build(["a", *PHOTOGRAPHS]),
-        "infer": infer,
         "mistake": lambda: client.place(_SEGMENTS, "no such scheme"),
     }
 

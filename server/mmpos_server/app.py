@@ -19,7 +19,7 @@ from mmpos_server.admission import CHECKS, WATCHES, Admission, Rates
 from mmpos_server.call import GoneError
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Answer, Endpoint, ServerContext
-from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection, one_pool
+from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection
 from mmpos_server.listening import Listen, address, bind, transport_options
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.streams import StreamEndpoint
@@ -115,9 +115,7 @@ class Server:
         self.streams = {stream.name: stream for stream in endpoints}
         services = list(dict.fromkeys(method.service for method in self._methods))
         self._health = Health(services)
-        # The methods come from several descriptor pools, but reflection takes a single pool.
-        pool = one_pool(method.request for method in self._methods)
-        self.introspection = Introspection(self._health, [*services, HEALTH, REFLECTION[0]], pool, self._context)
+        self.introspection = Introspection(self._health, [*services, HEALTH, REFLECTION[0]], self._context)
         self._server: grpc.Server | None = None
         self._threads: list[ThreadPoolExecutor] = list(threads)
         self._tasks = [self._context.transit.check, self.metrics.settle]

@@ -122,11 +122,6 @@ class Call:
         return self._deadline is not None and monotonic() >= self._deadline
 
     @property
-    def stopping(self) -> bool:
-        """Whether the server has announced that it is about to stop."""
-        return self._admission.announced
-
-    @property
     def awaited(self) -> bool:
         """Whether the client is still waiting for the answer."""
         return (self._deadline is None or not self.late) and self._context.is_active()

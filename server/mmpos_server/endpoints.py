@@ -15,7 +15,6 @@ from urllib.parse import unquote
 from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
 from mmpos.rpc.beside import parsed
 from mmpos.rpc.errors import RETRIED, get_token
-from mmpos_server.access import OPEN
 from mmpos_server.call import Call, GoneError
 from mmpos_server.exchange import Exchange, claimed, mentions
 from mmpos_server.limits import check, check_elements
@@ -253,7 +252,6 @@ class Endpoint:
     def __init__(self, method: Method, server: ServerContext) -> None:
         self.method, self._server = method, server
         self._path = f"{method.service}/{method.name}"
-        self._open = f"/{self._path}" in OPEN
         self._metrics = MethodMetrics(server.metrics, method.name)
 
     def renew(self, method: Method, server: ServerContext) -> None:
@@ -268,7 +266,7 @@ class Endpoint:
         """
         server, method = self._server, self.method
         try:
-            client = server.client(context, open_to_all=self._open)
+            client = server.client(context)
         except ServiceUnauthenticatedError as error:
             return Answer(failed=server.failed(error, "", method.name))
         call, metadata = server.call(context, client)
@@ -278,12 +276,9 @@ class Endpoint:
         raw = answer = b""
         status = "CANCELLED"
         try:
-            if method.admitted:
-                server.admission.arrive()
-                server.rates.take(client)
-                call.admit(server.admission.calls)
-            else:
-                call.admit(server.admission.checks)
+            server.admission.arrive()
+            server.rates.take(client)
+            call.admit(server.admission.calls)
             raw = server.transit.request(requests, context)
             plain = None if method.plain is None else call.plain(method.plain, raw)
             answer = self._parsed(raw, call) if plain is None else plain

@@ -91,7 +91,6 @@ class Method:
         response: message type of the response.
         run: function that writes the response to a request.
         twin: the streaming form of the method.
-        admitted: whether a call needs a slot; liveness and readiness do not.
         plain: faster path for plain requests, or None.
     """
 
@@ -101,7 +100,6 @@ class Method:
     response: type[Message]
     run: Run
     twin: Twin | None = None
-    admitted: bool = True
     plain: Answering | None = None
 
 

@@ -1,4 +1,4 @@
-"""Collect all methods of the server: mmpos's services, GetInfo, and the Open Inference Protocol."""
+"""Collect all methods of the server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
 from mmpos_server.config import Limits, Profile, Profiles
-from mmpos_server.inference.methods import OpenInference
-from mmpos_server.inference.models import Positions, Sequences
-from mmpos_server.inference.rotate import Rotate
 from mmpos_server.limits import MAX_VIEWS
 from mmpos_server.methods import Method, Run, queried, streamed
 from mmpos_server.plain import PlainQueries
@@ -35,7 +32,6 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
     """Return all methods of a server with these profiles, limits and shared memory."""
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
-    models = Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)
 
     def get_info(message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         answer.version, answer.device = version(), device()
@@ -55,7 +51,6 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
         _method("Rotary", "CosSin", rotary_pb2, rotary.cos_sin),
         _method("Rotary", "Rotate", rotary_pb2, rotary.rotate),
         _method("Info", "GetInfo", info_pb2, get_info),
-        *OpenInference(models, profiles, limits, memory).methods(),
     ]
 
 

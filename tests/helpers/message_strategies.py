@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,11 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from shared_objects import PREFIX
-from tritonclient.utils import np_to_triton_dtype
 
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES
-from mmpos_server.inference import open_inference_pb2
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -287,46 +284,8 @@ def for_each(strategy: st.SearchStrategy[T], number: int, function: Callable[[T]
     once()
 
 
-INFER = "ModelInfer"
-"""The call of the Open Inference Protocol."""
-
-
 def corpus(method: str, number: int) -> list[bytes]:
     """Encode mostly valid messages, for tests to mutate."""
-    if method == INFER:
-        return inferences()
     requests: list[bytes] = []
     for_each(LIKELY[method], number, lambda request: requests.append(request.SerializeToString()))
     return requests
-
-
-def inferences() -> list[bytes]:
-    """Encode valid requests of the Open Inference Protocol."""
-
-    def request(model: str, **inputs: Any) -> bytes:
-        message = open_inference_pb2.ModelInferRequest(model_name=model, id="7")
-        for name, values in inputs.items():
-            if isinstance(values, np.ndarray):
-                datatype, data = np_to_triton_dtype(values.dtype), values.tobytes()
-            else:
-                datatype, data = "BYTES", b"".join(struct.pack("<I", len(value)) + value for value in values)
-            message.inputs.add(name=name, datatype=datatype, shape=np.shape(values))
-            message.raw_input_contents.append(data)
-        return message.SerializeToString()
-
-    spans = {"lengths": np.array([11]), "offsets": np.array([3]), "grid_thw": np.array([[1, 2, 3]])}
-    ids = {"input_ids": np.array([[0, 5, 6]]), "attention_mask": np.array([[0, 1, 1]])}
-    padded = open_inference_pb2.ModelInferRequest.FromString(request("positions", **ids))
-    padded.parameters["image_token_id"].int64_param = 9
-    viewed = open_inference_pb2.ModelInferRequest.FromString(request("positions", **spans))
-    viewed.parameters["views"].string_param = '[{"window": {"documents": [0], "starts": [4], "lengths": [4]}}]'
-    viewed.parameters["scheme"].string_param = '{"name": "rope-tie", "axes": 3}'
-    viewed.outputs.add(name="position_ids")
-    queries = {"q": np.ones((4, 2, 8), np.float32), "k": np.ones((4, 1, 8), np.float32)}
-    return [
-        request("positions", **spans),
-        padded.SerializeToString(),
-        viewed.SerializeToString(),
-        request("sequences", parts=[b"A photo: ", picture("JPEG")], kinds=[b"text", b"image"]),
-        request("rotate", **queries, position_ids=np.zeros((2, 4), np.int32)),
-    ]

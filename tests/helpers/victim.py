@@ -78,8 +78,7 @@ class Victim:
     def begin(self, method: str, request: Any) -> Callable[[], Answer]:
         """Send a message and return a function that waits for its answer."""
         raw = request if isinstance(request, bytes) else request.SerializeToString()
-        service = "mmpos.rpc.v1." if "/" in method else "inference.GRPCInferenceService/"
-        call: Any = self.channel.unary_unary(f"/{service}{method}")
+        call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
         future = call.future(raw, timeout=120)
 
         def wait() -> Answer:

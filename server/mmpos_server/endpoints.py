@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
-from mmpos.rpc.beside import parsed
-from mmpos.rpc.errors import RETRIED, get_token
+from mmpos.rpc.errors import get_token
 from mmpos_server.call import Call, GoneError
-from mmpos_server.exchange import Exchange, claimed, mentions
-from mmpos_server.limits import check, check_elements
+from mmpos_server.limits import check_elements
 from mmpos_server.methods import Failure, failure, refused_by
-from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.telemetry import MethodMetrics
 from mmpos_server.transit import Transport
 
@@ -39,8 +36,6 @@ __all__ = ["REQUEST_ID", "Answer", "Caller", "Context", "Endpoint", "ServerConte
 
 REQUEST_ID = "x-request-id"
 """Metadata key of the request id; a client may set it, and the server returns it."""
-
-_ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that retry a request
 
 _SURELY_FEW = 2**15
 """Size in bytes below which a message's elements are not counted: each element takes two bytes or is a packed
@@ -112,7 +107,6 @@ class ServerContext:
         logs: the server's log.
         tokens: the known tokens; None if the server requires no token.
         tracing: source of OpenTelemetry spans; None disables tracing.
-        shared_memory: access to the clients' shared memory.
         numbers: counter that numbers requests without an id.
     """
 
@@ -124,7 +118,6 @@ class ServerContext:
     logs: Logs
     tokens: TokenFile | None = None
     tracing: Tracing | None = None
-    shared_memory: SharedMemory = field(default_factory=SharedMemory)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def call(self, context: Context, client: str) -> tuple[Call, Metadata]:
@@ -132,15 +125,12 @@ class ServerContext:
         remaining = context.time_remaining()
         deadline = None if remaining is None else monotonic() + remaining
         request_id: str | None = None
-        retried: Metadata = ()
         for key, value in context.invocation_metadata():
             if key == REQUEST_ID and _VALID_ID.fullmatch(str(value)):
                 request_id = str(value)
-            elif key == _ATTEMPTS:
-                retried = ((RETRIED, str(value)),)
         if request_id is None:
             request_id = f"{_PREFIX}-{next(self.numbers)}"
-        return Call(request_id, client, self.admission, context, deadline), ((REQUEST_ID, request_id), *retried)
+        return Call(request_id, client, self.admission, context, deadline), ((REQUEST_ID, request_id),)
 
     def client(self, context: Context, *, open_to_all: bool = False) -> str:
         """Return the caller's name, taken from its token, else its certificate, else its address without the port.
@@ -182,35 +172,19 @@ class ServerContext:
         if len(raw) > _SURELY_FEW:
             check_elements(kind, raw, limits)
         began = perf_counter()
-        message = parsed(kind, raw)
+        message = call.beside.parse(kind, raw)
         call.stages.append(("decode", perf_counter() - began))
         return message
-
-    def share(self, raw: bytes, request: Message, call: Call) -> None:
-        """Open the shared memory that a request names; its size is checked before any byte is read.
-
-        Raises:
-            LimitExceededError: the request names more bytes, or has more documents or parts, than the limits allow.
-            ServiceOverloadedError: the running requests hold too many bytes.
-            UnsupportedError: the request wants its answer in shared memory, which is disabled on this server.
-            InvalidInputError: the shared memory for the answer cannot be opened.
-        """
-        if mentions(raw, self.shared_memory):
-            size = claimed(request, self.config.limits)
-            check("shared_bytes", size, self.config.limits)
-            call.hold(size)
-        call.memory = Exchange(self.shared_memory, request, raw)
 
     def encode(self, response: Message, call: Call) -> bytes:
         """Serialize the answer.
 
         Raises:
             LimitExceededError: the answer has more bytes than the limit allows.
-            OutputError: the tensors of the answer do not fit into the shared memory.
         """
         call.checkpoint()
         began = perf_counter()
-        raw = call.memory.serialize(response)
+        raw = call.beside.serialize(response)
         call.stages.append(("encode", perf_counter() - began))
         if len(raw) > self.config.limits.response_bytes:
             raise LimitExceededError(f"response: got {len(raw)} bytes, want <= {self.config.limits.response_bytes}")
@@ -309,6 +283,5 @@ class Endpoint:
         server, method = self._server, self.method
         call.hold(len(raw))
         request, response = server.parse(method.request, raw, call), method.response()
-        server.share(raw, request, call)
         method.run(request, response, call)
         return server.encode(response, call)

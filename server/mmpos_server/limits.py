@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +31,6 @@ __all__ = [
     "check_reply",
     "check_segments",
     "check_table",
-    "check_tensors",
     "check_view",
     "check_views",
     "dense_bytes",
@@ -150,26 +148,10 @@ def check_answer(size: float, limits: Limits, call: Call) -> None:
     call.answer_bytes += size
 
 
-def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
-    """Check an answer's tensors, before they are computed, against the client's memory or the limit for replies.
-
-    Args:
-        sizes: size of each tensor in bytes.
-        limits: the server's limits.
-        call: the call to answer.
-    """
-    if call.memory.answers:
-        call.memory.expect(sizes)
-    else:
-        check_answer(sum(sizes), limits, call)
-
-
 def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, call: Call) -> None:
     """Check the size of a reply with positions against the limit before the reply is computed."""
-    if dense is None:
-        check_answer(positions.table.nbytes + positions.documents.nbytes, limits, call)
-    else:
-        check_tensors([dense_bytes(positions, dense)], limits, call)
+    table_bytes = positions.table.nbytes + positions.documents.nbytes
+    check_answer(table_bytes if dense is None else dense_bytes(positions, dense), limits, call)
 
 
 def dense_bytes(positions: PositionTable, dense: Dense) -> int:

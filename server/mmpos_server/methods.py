@@ -20,7 +20,7 @@ from mmpos.errors import (
     ServiceUnavailableError,
     UnsupportedError,
 )
-from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, put_error, shortened, to_status
+from mmpos.rpc.errors import RETRY_AFTER, put_error, shortened, to_status
 from mmpos.rpc.tensors import required
 
 if TYPE_CHECKING:
@@ -204,8 +204,6 @@ def failure(error: Exception, request_id: str) -> Failure:
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(shown, ServiceOverloadedError):
         metadata = ((RETRY_AFTER, str(max(1, round(1000 * shown.retry_after)))),)
-    if isinstance(shown, OutputError):
-        metadata = ((OUTPUT_BYTES, str(shown.needed)),)
     return Failure(status, shortened(message), metadata)
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmpos.rpc.positions import parameters, put_placeholders
-from mmpos.rpc.tensors import process_space
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
@@ -18,7 +17,6 @@ from mmpos_server.plain import PlainQueries
 from mmpos_server.position_service import PositionService
 from mmpos_server.rotary_service import RotaryService, device
 from mmpos_server.sequence_service import SequenceService
-from mmpos_server.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from mmpos_server.call import Call
@@ -28,8 +26,8 @@ __all__ = ["methods", "place_method"]
 PACKAGE = "mmpos.rpc.v1"
 
 
-def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
-    """Return all methods of a server with these profiles, limits and shared memory."""
+def methods(profiles: Profiles, limits: Limits) -> list[Method]:
+    """Return all methods of a server with these profiles and limits."""
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
 
@@ -42,8 +40,6 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
         answer.limits.views = MAX_VIEWS
         for profile in profiles:
             _put_profile(answer.profiles.add(), profile)
-        if memory.prefix is not None:
-            answer.shared_memory_prefix, answer.shared_memory_processes = memory.prefix, process_space()
 
     return [
         place_method(positions.place, PlainQueries(profiles, limits)),

@@ -245,7 +245,6 @@ class StreamEndpoint:
         twin, server = self._twin, self.server
         request, response = server.parse(twin.request, raw, call), twin.response()
         try:
-            server.share(raw, request, call)
             twin.run(request, response, call)
             return server.encode(response, call), "OK"
         except ServiceTimeoutError:

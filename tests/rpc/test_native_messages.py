@@ -15,11 +15,11 @@ from message_strategies import REQUESTS, for_each, messages
 from mutations import mutate
 
 from mmpos.rpc import beside, elements
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.elements import count_elements
 from mmpos.rpc.tensors import integer_lists, put_tensor
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.support import native
-from mmpos_server.exchange import Exchange
 
 assert native.core is not None, "the extension was not built"
 CORE = native.core
@@ -264,33 +264,33 @@ def test_answers_have_the_same_bytes_as_those_written_by_protobuf(
 ) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", least)
 
-    def answers(memory: Exchange | None) -> list[bytes]:
+    def answers(kept: Beside | None) -> list[bytes]:
         place = positions_pb2.StreamPlaceResponse(id=3)
         place.positions.cu_seqlens.extend([0, 300])
-        put_tensor(place.positions.dense, array(size), memory)
+        put_tensor(place.positions.dense, array(size), kept)
         place.positions.next_positions.extend([7] * 200)
         build = sequences_pb2.BuildResponse()
         for number in range(3):
             sequence = build.sequences.results.add().sequence
-            put_tensor(sequence.input_ids, array(size + number), memory)
-            put_tensor(sequence.patches, array(size // (1 + number)), memory)
+            put_tensor(sequence.input_ids, array(size + number), kept)
+            put_tensor(sequence.patches, array(size // (1 + number)), kept)
         rotated = rotary_pb2.RotateResponse()
-        put_tensor(rotated.q, array(size), memory)
-        put_tensor(rotated.k, array(2 * size), memory)
+        put_tensor(rotated.q, array(size), kept)
+        put_tensor(rotated.k, array(2 * size), kept)
         alone = tensor_pb2.Tensor()
-        put_tensor(alone, array(size), memory)
-        return [(memory or Exchange()).serialize(message) for message in (place, build, rotated, alone)]
+        put_tensor(alone, array(size), kept)
+        return [(kept or Beside()).serialize(message) for message in (place, build, rotated, alone)]
 
-    assert answers(Exchange()) == answers(None)
+    assert answers(Beside()) == answers(None)
 
 
 def test_a_large_tensor_is_copied_once() -> None:
-    data, memory, message = array(beside.LEAST_BYTES), Exchange(), tensor_pb2.Tensor()
-    put_tensor(message, data, memory)
+    data, kept, message = array(beside.LEAST_BYTES), Beside(), tensor_pb2.Tensor()
+    put_tensor(message, data, kept)
     assert message.ByteSize() < 100
-    (kept,) = memory._large
-    assert np.shares_memory(kept, data)
-    assert tensor_pb2.Tensor.FromString(memory.serialize(message)).data == data.tobytes()
+    (large,) = kept._large
+    assert np.shares_memory(large, data)
+    assert tensor_pb2.Tensor.FromString(kept.serialize(message)).data == data.tobytes()
 
 
 def test_buffers_are_joined_in_order_and_other_objects_are_declined() -> None:

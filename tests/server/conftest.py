@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from serving import Serve, Serving, serving
-from shared_objects import PREFIX
 from victim import Victim, victim
 
 
@@ -25,6 +24,6 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(scope="session")
 def hardy() -> Iterator[Victim]:
-    """Yield a server with shared memory that receives broken, strange and oversized requests."""
-    with victim(shared_memory=PREFIX) as result:
+    """Yield a server that receives broken, strange and oversized requests."""
+    with victim() as result:
         yield result

@@ -18,12 +18,10 @@ from mmpos import Grid, MmposError, SegmentTable, Text
 from mmpos.client import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
 from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
-from mmpos.rpc.tensors import put_tensor
-from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
 from mmpos_server.admission import Admission
 from mmpos_server.call import Call
 from mmpos_server.config import Limits, Profiles, load
-from mmpos_server.exchange import NO_MEMORY
 from mmpos_server.limits import check_elements
 from mmpos_server.position_service import PositionService, max_segments
 from mmpos_server.rotary_service import RotaryService
@@ -119,7 +117,8 @@ def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, 
     put_query(message, query)
     call.request_bytes = message.ByteSize()
     PositionService(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call)
-    return answer, [stage for stage, _ in call.stages]
+    whole = positions_pb2.Positions.FromString(call.beside.serialize(answer))
+    return whole, [stage for stage, _ in call.stages]
 
 
 INLINE = ["read", "place", "write"]
@@ -186,20 +185,13 @@ def test_few_tokens_are_rotated_in_the_call_thread(call: Call, tokens: int, stag
     assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
 
 
-def test_work_that_outlives_its_call_does_not_write_to_shared_memory() -> None:
-    message = tensor_pb2.Tensor()
-    put_tensor(message, np.ones(2**20, np.uint8), NO_MEMORY)
-    assert (len(message.data), NO_MEMORY.serialize(message)) == (2**20, message.SerializeToString())
-
-
 IMPORTS = """
 import sys
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
 from mmpos_server.rotary_service import device, preload
-from mmpos_server.shared_memory import SharedMemory
 absent = {"torch", "torchvision", "cryptography", "opentelemetry"} - set(sys.modules)
-methods(Profiles.from_config(load()), Limits(), SharedMemory())
+methods(Profiles.from_config(load()), Limits())
 print(sorted(absent), "torch" in sys.modules, device() != "", "torch" in sys.modules)
 preload()
 print("torch" in sys.modules, device() in ("cpu", "cuda"))

@@ -46,6 +46,7 @@ class LimitsInfo:
         images: number of images and videos.
         pixels: number of pixels in all images before resizing.
         views: number of views in a query.
+        message_bytes: size of a request, except those of ``build``, without its tensors of 64 KiB or more, in bytes.
     """
 
     request_bytes: int
@@ -56,6 +57,7 @@ class LimitsInfo:
     images: int
     pixels: int
     views: int
+    message_bytes: int
 
 
 @dataclass(frozen=True)

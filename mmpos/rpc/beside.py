@@ -82,19 +82,23 @@ class Beside:
         return memoryview(self._raw)[begin : begin + size]
 
     def parse(self, kind: type[M], raw: bytes) -> M:
-        """Parse a message with marks in place of its large tensors, which ``data`` then reads.
+        """Parse a message; ``data`` reads its large tensors.
 
         Raises:
             DecodeError: the bytes are not a message of this kind.
         """
+        return kind.FromString(self.marked(kind, raw))
+
+    def marked(self, kind: type[Message], raw: bytes) -> bytes:
+        """Return the bytes of a message with marks in place of its large tensors, which ``data`` then reads."""
         self._raw = raw
         paths = _paths(kind.DESCRIPTOR) if len(raw) >= LEAST_BYTES else {}
         places = _large_of(raw, 0, len(raw), paths) if paths else []
         if not places:
-            return kind.FromString(raw)
+            return raw
         marks: deque[tuple[int, Piece]] = deque((begin, _MARK + _PLACE.pack(begin, size)) for begin, size in places)
         pieces, _ = _filled(raw, 0, len(raw), marks)
-        return kind.FromString(b"".join(pieces))
+        return b"".join(pieces)
 
     def serialize(self, message: Message) -> bytes:
         """Serialize a message with its large tensors; the GIL is released meanwhile.

@@ -47,6 +47,7 @@ class Limits(_Settings):
     """Limits for one request, checked before the work begins; the fields are those of the message Limits."""
 
     request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
+    message_bytes: int = Field(default=4 * _MIB, ge=1024, le=2**31 - 1)
     response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
     documents: int = Field(default=4096, ge=1)
     segments: int = Field(default=262_144, ge=1)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
 from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
 from mmpos.rpc.errors import get_token
 from mmpos_server.call import Call, GoneError
-from mmpos_server.limits import check_elements
+from mmpos_server.limits import check
 from mmpos_server.methods import Failure, failure, refused_by
 from mmpos_server.telemetry import MethodMetrics
 from mmpos_server.transit import Transport
@@ -37,17 +37,14 @@ __all__ = ["REQUEST_ID", "Answer", "Caller", "Context", "Endpoint", "ServerConte
 REQUEST_ID = "x-request-id"
 """Metadata key of the request id; a client may set it, and the server returns it."""
 
-_SURELY_FEW = 2**15
-"""Size in bytes below which a message's elements are not counted: each element takes two bytes or is a packed
-number.
-"""
-
 _PREFIX = secrets.token_hex(5)
 """Prefix of this process's request ids."""
 
 _VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 Metadata = tuple[tuple[str, str], ...]
+
+M = TypeVar("M", bound="Message")
 
 
 class Answer(NamedTuple):
@@ -157,22 +154,23 @@ class ServerContext:
                     return str(value.decode(errors="replace"))
         return host_of(context.peer())
 
-    def parse(self, kind: type[Message], raw: bytes, call: Call) -> Message:
-        """Count the elements of a request and parse it.
+    def parse(self, kind: type[M], raw: bytes, call: Call, *, bulky: bool) -> M:
+        """Parse a request; ``bulky`` requests may have more bytes besides large tensors than limits.message_bytes.
 
         Raises:
             DecodeError: the bytes are not a message of this kind.
             LimitExceededError: the request has more bytes than a limit that was lowered since the start (the transport
-                enforces the initial limit), or more fields and numbers than any request within the limits can have.
+                enforces the initial limit), or too many bytes that are not in large tensors.
         """
         limits = self.config.limits
         if len(raw) > limits.request_bytes:
             raise LimitExceededError(f"request: got {len(raw)} bytes, want <= {limits.request_bytes}")
         call.request_bytes = len(raw)
-        if len(raw) > _SURELY_FEW:
-            check_elements(kind, raw, limits)
         began = perf_counter()
-        message = call.beside.parse(kind, raw)
+        marked = call.beside.marked(kind, raw)
+        if not bulky:
+            check("message_bytes", len(marked), limits)
+        message = kind.FromString(marked)
         call.stages.append(("decode", perf_counter() - began))
         return message
 
@@ -282,6 +280,6 @@ class Endpoint:
         """Parse a request, call the method, and serialize the answer."""
         server, method = self._server, self.method
         call.hold(len(raw))
-        request, response = server.parse(method.request, raw, call), method.response()
+        request, response = server.parse(method.request, raw, call, bulky=method.bulky), method.response()
         method.run(request, response, call)
         return server.encode(response, call)

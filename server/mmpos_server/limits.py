@@ -9,7 +9,6 @@ import numpy as np
 from mmpos.errors import LimitExceededError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import FIRST_TOKEN
-from mmpos.rpc.elements import count_elements
 from mmpos.rpc.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery
 from mmpos.segments.kinds import AUDIO, CLIP, PAD, TEXT, THUMBNAIL, TILE
@@ -18,15 +17,12 @@ from mmpos.support.checks import IntArray
 from mmpos_server.config import Limits
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from mmpos_server.call import Call
 
 __all__ = [
     "MAX_VIEWS",
     "check",
     "check_answer",
-    "check_elements",
     "check_message",
     "check_reply",
     "check_segments",
@@ -38,9 +34,6 @@ __all__ = [
 
 MAX_VIEWS = 16
 """Maximum number of views in a query."""
-
-_ELEMENTS, _MORE_ELEMENTS = 10, 2**16
-"""Maximum number of fields and numbers per part or segment, rounded up, and in the rest of a message."""
 
 
 def check(name: str, got: float, limits: Limits) -> None:
@@ -64,22 +57,6 @@ def _refuse(name: str, got: float, most: int) -> None:
     raise LimitExceededError(f"{name}: got {got:.0f}, want at most {most} in one request to this server")
 
 
-def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
-    """Check the number of fields and numbers in a message against the limits, before it is parsed.
-
-    Raises:
-        LimitExceededError: the message has more fields and numbers than any request within the limits can have.
-        DecodeError: the bytes are not a message.
-    """
-    most = _ELEMENTS * (limits.documents + limits.segments) + _MORE_ELEMENTS
-    got = count_elements(kind, raw, most)
-    if got > most:
-        raise LimitExceededError(
-            f"request: got {got} fields and numbers or more, want at most {most} "
-            f"for {limits.documents} documents and {limits.segments} segments"
-        )
-
-
 def check_message(message: PositionsQuery, limits: Limits) -> None:
     """Check the lists in a query against the limits before they are converted to arrays."""
     source = message.WhichOneof("source")
@@ -87,13 +64,14 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
         check("segments", len(message.segments.kind), limits)
         check("documents", len(message.segments.segments_per_document), limits)
     elif source == "spans":
-        check("images", len(message.spans.offsets), limits)
+        check("images", max(len(message.spans.offsets), len(message.spans.seconds_per_frame)), limits)
         check("documents", len(message.spans.lengths), limits)
     elif source == "input_ids":
         ids = message.input_ids
         rows = ids.input_ids.shape[0] if len(ids.input_ids.shape) == 2 else max(len(ids.cu_seqlens) - 1, 1)
         check("documents", rows, limits)
         check("images", (len(ids.image_grid_thw) + len(ids.video_grid_thw)) // 3, limits)
+        check("images", len(ids.seconds_per_frame), limits)
     check_views(len(message.views))
 
 

@@ -92,6 +92,7 @@ class Method:
         run: function that writes the response to a request.
         twin: the streaming form of the method.
         plain: faster path for plain requests, or None.
+        bulky: whether requests consist of texts and images, which limits.message_bytes does not bound.
     """
 
     service: str
@@ -101,6 +102,7 @@ class Method:
     run: Run
     twin: Twin | None = None
     plain: Answering | None = None
+    bulky: bool = False
 
 
 def queried(run: Run, field: str) -> Run:

@@ -42,7 +42,7 @@ class PlainQueries:
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
-        self._profiles, self._most_bytes = profiles, min(SMALL_BYTES, limits.request_bytes)
+        self._profiles, self._most_bytes = profiles, min(SMALL_BYTES, limits.message_bytes, limits.request_bytes)
         self._known: dict[bytes, _Settings | None] = {}
         segments = min(limits.segments, SMALL_SEGMENTS)
         most = limits.documents, segments, limits.tokens, limits.images, SMALL_ANSWER, limits.response_bytes

@@ -66,7 +66,7 @@ def _method(service: str, name: str, messages: Any, run: Run, *, stream: bool = 
         # Items do not run in parallel: placing one takes no longer than handing it to another thread.
         twin = streamed(f"Stream{name}", request, response, run, side_by_side=name == "Build")
     request, response = (getattr(messages, f"{name}{kind}") for kind in ("Request", "Response"))
-    return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin)
+    return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin, bulky=name == "Build")
 
 
 def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:

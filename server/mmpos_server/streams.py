@@ -243,7 +243,7 @@ class StreamEndpoint:
     def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
         """Return the answer to one item and the item's status."""
         twin, server = self._twin, self.server
-        request, response = server.parse(twin.request, raw, call), twin.response()
+        request, response = server.parse(twin.request, raw, call, bulky=self.method.bulky), twin.response()
         try:
             twin.run(request, response, call)
             return server.encode(response, call), "OK"

@@ -122,8 +122,30 @@ PLACE: dict[str, Claim] = {
     "a million segments in full": (
         lambda: place(segments={"kind": [1] * 10**6, "height": [1] * 10**6, "width": [1] * 10**6}),
         LIMIT,
-        "request: got 2727937 fields and numbers or more, want at most 2727936 for 4096 documents and 262144 segments",
+        "segments: got 1000000",
     ),
+    "a million times": (lambda: place(spans={"seconds_per_frame": [{}] * 10**6}), LIMIT, "images: got 1000000"),
+    "a million times of videos": (
+        lambda: ids([1], bytes(8), seconds_per_frame=[{}] * 10**6),
+        LIMIT,
+        "images: got 1000000",
+    ),
+    "more than 4 MiB": (
+        lambda: place(segments={"seconds_per_frame": [{}] * 2**21}),
+        LIMIT,
+        "message_bytes: got 4194314, want at most 4194304",
+    ),
+    "4 MiB in tensors and more besides": (
+        lambda: ids([2**19], bytes(2**22), image_grid_thw=[1] * 2**22),
+        LIMIT,
+        "message_bytes: got 41943",
+    ),
+    "4 MiB of times": (
+        lambda: place(segments={"seconds_per_frame": [{}] * (2**21 - 10)}),
+        BAD,
+        "seconds_per_frame: got 2097142, want 0",
+    ),
+    "4 MiB of views": (lambda: place(views=[{"window": {"starts": [1]}}] * 599_000), LIMIT, "views: got 599000"),
     "a million views": (
         lambda: place(views=[{"decode": {}}] * 10**6, spans={"lengths": [1]}),
         LIMIT,
@@ -219,6 +241,11 @@ BUILD: dict[str, Claim] = {
 COS_SIN: dict[str, Claim] = {
     "a huge head": (lambda: cos_sin(head_dim=INT64), LIMIT, "rotary.head_dim: got 9223372036854775807"),
     "a huge axis": (lambda: cos_sin(head_dim=8, pair_axis=[0, 0, 0, 2**40]), BAD, "axes: got 1099511627777"),
+    "more than 4 MiB": (
+        lambda: cos_sin(head_dim=8, axis_scaling=[{}] * 2**21),
+        LIMIT,
+        "message_bytes: got 4194",
+    ),
     "a million axes": (
         lambda: cos_sin(head_dim=8, pair_axis=[0] * 10**6),
         BAD,

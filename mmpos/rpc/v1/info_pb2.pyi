@@ -73,6 +73,7 @@ class Limits(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     PIXELS_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     request_bytes: _builtins.int
     """Bytes of a request."""
     response_bytes: _builtins.int
@@ -89,6 +90,8 @@ class Limits(_message.Message):
     """Pixels of all images before resizing."""
     views: _builtins.int
     """Views of a query."""
+    message_bytes: _builtins.int
+    """Bytes of a request, except those of Build, that are not in a tensor of 64 KiB or more."""
     def __init__(
         self,
         *,
@@ -100,10 +103,11 @@ class Limits(_message.Message):
         images: _builtins.int = ...,
         pixels: _builtins.int = ...,
         views: _builtins.int = ...,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "images", b"images", "pixels", b"pixels", "request_bytes", b"request_bytes", "response_bytes", b"response_bytes", "segments", b"segments", "tokens", b"tokens", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "images", b"images", "message_bytes", b"message_bytes", "pixels", b"pixels", "request_bytes", b"request_bytes", "response_bytes", b"response_bytes", "segments", b"segments", "tokens", b"tokens", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -67,12 +67,8 @@ format: $(VENV)/dev  ## rewrite the files in the house format
 
 PROTOC := PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iproto
 
-# Other packages register messages of package inference, too. A separate pool avoids conflicts with their clients.
-proto: $(VENV)/dev  ## generate mmpos/rpc and mmpos_server/inference from proto/
+proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 	$(PROTOC) --python_out=. --mypy_out=. proto/mmpos/rpc/v1/*.proto
-	$(PROTOC) --python_out=server/mmpos_server --mypy_out=server/mmpos_server proto/inference/*.proto
-	sed -i -e 's/_descriptor_pool\.Default()/_descriptor_pool.DescriptorPool()/' -e "s/'inference\./'mmpos_server.inference./" \
-	    server/mmpos_server/inference/*_pb2.py
 
 baseline: $(VENV)/dev  ## record the protocol of a release, which later versions must not break
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb

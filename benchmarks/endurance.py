@@ -121,7 +121,7 @@ def overloaded(scale: Scale) -> list[Result]:
 
 def soak(seconds: float, scale: Scale) -> Result:
     """Run random calls on a new server and sample its memory every second; the first half is a warm-up."""
-    with started(service("tuned", "--shared-memory", "mmpos-soak-")) as (server,), clients(scale.clients) as pool:
+    with started(service("tuned")) as (server,), clients(scale.clients) as pool:
         futures = [pool.submit(everything, server.address, seconds, seed) for seed in range(scale.clients)]
         began, samples = monotonic(), []
         while not all(future.done() for future in futures):

@@ -137,7 +137,6 @@ PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count
 PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count);
-PyObject *native_elements(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -5,7 +5,7 @@
 
 #include "native.h"
 
-enum { VARINT, FIXED64, BYTES, BEGIN_GROUP, END_GROUP, FIXED32 }; /* wire types */
+enum { VARINT, FIXED64, BYTES, FIXED32 = 5 }; /* wire types, except those of groups */
 
 typedef struct {
     const uint8_t *begin, *end; /* NULL until found */

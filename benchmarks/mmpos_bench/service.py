@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -147,7 +146,7 @@ class _Suite:
 
 
 _LARGE = 2**29
-"""Maximum bytes of a request and of shared memory for large tensors."""
+"""Maximum bytes of a request with large tensors."""
 
 
 @contextmanager
@@ -156,17 +155,16 @@ def _rotations(bare: str, sizes: ServiceSizes, malloc: str) -> Iterator[list[Com
     with NamedTemporaryFile("w", suffix=".toml") as settings, ExitStack() as stack:
         settings.write(f"[limits]\nrequest_bytes = {_LARGE}\n")
         settings.flush()
-        options = ("--config", settings.name, "--shared-memory", f"mmpos-bench-{os.getpid()}-", "--preload")
+        options = ("--config", settings.name, "--preload")
         (server,) = stack.enter_context(started(service(malloc, *options, "--log-level", "warning")))
-        plain = stack.enter_context(Client(server.address, timeout=120))
-        shares = stack.enter_context(Client(server.address, timeout=120, shared_memory=_LARGE))
+        client = stack.enter_context(Client(server.address, timeout=120))
         channel = stack.enter_context(grpc.insecure_channel(bare, options=OPTIONS))
-        name, line_up = f"{sizes.tokens:,} tokens of 32 + 8 heads", partial(_rotated, plain, shares, channel, sizes)
+        name, line_up = f"{sizes.tokens:,} tokens of 32 + 8 heads", partial(_rotated, client, channel, sizes)
         budget = Budget(0.0, sizes.rounds)
         yield [Comparison("a rotation of 128 channels in bfloat16", name, line_up, "calls", budget=budget)]
 
 
-def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: ServiceSizes) -> Lineup:
+def _rotated(client: Client, channel: grpc.Channel, sizes: ServiceSizes) -> Lineup:
     """Line up rotating q and k in process, rotating them in the service, and echoing the same number of bytes.
 
     Rotating into new tensors spends most of its time on new memory pages. The in-process rotation is therefore measured
@@ -192,13 +190,11 @@ def _rotated(plain: Client, shares: Client, channel: grpc.Channel, sizes: Servic
         return used
 
     in_process = partial(apply_rotary, q, k, table, rotary)
-    shared = partial(shares.apply_rotary, q, k, table, rotary)
     want = bits(in_process())
     contestants = (
         limit("in process, used memory", into_used),
         giving("in process, new tensors", in_process, want, Role.PART, bits),
-        giving("mmpos, shared memory", shared, want, read=bits),
-        giving("mmpos, messages", partial(plain.apply_rotary, q, k, table, rotary), want, Role.PART, bits),
+        giving("mmpos", partial(client.apply_rotary, q, k, table, rotary), want, read=bits),
         giving("echo of messages", partial(ask, channel, echo_path(len(raw)), raw), raw, Role.PART),
     )
     work = {"calls": 1, "tokens": table.num_tokens, "bytes": 2 * len(raw)}

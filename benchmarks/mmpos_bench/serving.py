@@ -41,7 +41,6 @@ from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.timing import Call, Timer, in_turns
 from mmpos_bench.workloads import workload
 from mmpos_server.config import Limits, load
-from mmpos_server.inference import open_inference_pb2 as pb
 from mmpos_server.listening import Listen, address, transport_options
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0)]
@@ -384,9 +383,9 @@ def everything(address: str, seconds: float, seed: int) -> Counter[str]:
 
     torch.set_num_threads(1)
     outcomes: Counter[str] = Counter()
-    with Client(address, timeout=20) as client, Client(address, timeout=20, shared_memory=2**26) as sharing:
+    with Client(address, timeout=20) as client:
         chance = random.Random(seed)
-        actions = _calls(address, chance, client, sharing) | _mistakes(address, chance, client)
+        actions = _calls(address, chance, client) | _mistakes(address, chance, client)
         end = monotonic() + seconds
         while monotonic() < end:
             name, action = chance.choice(sorted(actions.items()))
@@ -402,18 +401,18 @@ def everything(address: str, seconds: float, seed: int) -> Counter[str]:
     return outcomes
 
 
-def _ids(caller: Client, documents: int) -> object:
+def _ids(client: Client, documents: int) -> object:
     segments = SegmentTable.from_documents(workload(documents, 4096, 4, 24))
-    return caller.query(PositionsQuery(segments, dense=Dense()))
+    return client.query(PositionsQuery(segments, dense=Dense()))
 
 
-def _calls(address: str, chance: random.Random, client: Client, sharing: Client) -> Actions:
-    """Return valid calls by name, including large tensors in messages and in shared memory, and abandoned streams."""
+def _calls(address: str, chance: random.Random, client: Client) -> Actions:
+    """Return valid calls by name, including large tensors and abandoned streams."""
     import torch
 
-    def rotate(caller: Client, heads: int, dtype: torch.dtype) -> None:
+    def rotate(heads: int, dtype: torch.dtype) -> None:
         positions = client.place(_SEGMENTS)
-        caller.apply_rotary(torch.ones(positions.num_tokens, heads, 64, dtype=dtype), None, positions, _ROTARY)
+        client.apply_rotary(torch.ones(positions.num_tokens, heads, 64, dtype=dtype), None, positions, _ROTARY)
 
     def stream_dropped() -> None:
         with Client(address, timeout=20) as leaving:
@@ -421,7 +420,8 @@ def _calls(address: str, chance: random.Random, client: Client, sharing: Client)
                 pass
 
     return {
-        "apply": lambda: rotate(client, 2, torch.bfloat16),
+        "apply": lambda: rotate(2, torch.bfloat16),
+        "apply_large": lambda: rotate(8, torch.float32),
         "build_images": lambda: client.build_batch([["A photograph: ", photo, " at dusk"] for photo in PHOTOGRAPHS]),
         "build_text": lambda: client.build(["a bird " * chance.randrange(1, 2000)]),
         "info": lambda: (client.info(), client.healthy()),
@@ -429,9 +429,6 @@ def _calls(address: str, chance: random.Random, client: Client, sharing: Client)
         "place_batch": lambda: _ids(client, chance.randrange(1, 64)),
         "query_dense": lambda: client.query(_QUERY),
         "rotate": lambda: client.cos_sin(_ROTARY, client.place(_SEGMENTS)),
-        "share": lambda: rotate(sharing, 8, torch.float32),
-        "share_build": lambda: sharing.build_batch(_ONE_IMAGE),
-        "share_ids": lambda: _ids(sharing, 16),
         "stream": lambda: deque(client.stream(_QUERY for _ in range(20)), maxlen=0),
         "stream_build": lambda: deque(client.stream_build([document] for document in _ONE_IMAGE * 2), maxlen=0),
         "stream_dropped": stream_dropped,
@@ -444,12 +441,6 @@ def _mistakes(address: str, chance: random.Random, client: Client) -> Actions:
     def raw(path: str, request: bytes) -> None:
         with grpc.insecure_channel(address, options=_ALONE) as channel:
             ask(channel, path, request)
-
-    def infer() -> None:
-        request = pb.ModelInferRequest(model_name="positions")
-        request.inputs.add(name="lengths", datatype="INT64", shape=[chance.randrange(1, 4)])
-        request.raw_input_contents.append((4096).to_bytes(8, "little") * 2)
-        raw("/inference.GRPCInferenceService/ModelInfer", request.SerializeToString())
 
     def build_broken() -> None:
         photo = chance.choice(PHOTOGRAPHS)
@@ -469,7 +460,6 @@ def _mistakes(address: str, chance: random.Random, client: Client) -> Actions:
         "build_broken": build_broken,
         "cancel": lambda: asyncio.run(cancel()),
         "deadline": lambda: client.with_options(timeout=chance.uniform(0.0005, 0.01)).build(["a", *PHOTOGRAPHS]),
-        "infer": infer,
         "mistake": lambda: client.place(_SEGMENTS, "no such scheme"),
     }
 

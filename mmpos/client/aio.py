@@ -14,7 +14,6 @@ from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
 from mmpos.client.channel import OpenChannel, closed, error_of, unreadable
-from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Answer, Stream, TaskLink, Unanswered, task_results
 from mmpos.errors import InvalidInputError, MmposError
 
@@ -31,7 +30,7 @@ def _awaited(maker: Maker[P, T]) -> Callable[Concatenate[AsyncClient, P], Corout
     """Return the coroutine method that sends a call."""
 
     async def method(client: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
-        return await client._send(maker(client._options.profile, *args, **options))
+        return await client._ask(maker(client._options.profile, *args, **options))
 
     return documented(method, maker)
 
@@ -98,7 +97,6 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
 
     async def close(self) -> None:
         """Close the channel of this event loop; running calls and streams fail, and a later call opens a new one."""
-        self._pools.close()
         channel = self._channels.pop(asyncio.get_running_loop())
         if channel is not None:
             await channel.close()
@@ -120,25 +118,14 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
             asyncio.get_running_loop(),
         )
 
-    async def _send(self, call: ServiceCall[T]) -> T:
-        if not call.shares or not self._pools.budget:
-            return await self._ask(call)
-        pool = self._pools.get() or self._pools.open(await self._ask(calls.info(None)))
-        for lease in pool.leases():
-            with lease:
-                return await self._ask(call, lease)
-        raise AssertionError("the last lease raises")
-
-    async def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
-        request = call.request(memory=lease)
+    async def _ask(self, call: ServiceCall[T]) -> T:
+        request = call.request()
         send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         send = self._connection().method(call.method.path)
         patience = self._reach.patience(self._options.timeout)
         while True:
-            pending = send(request.data, timeout=patience.left, metadata=self._metadata())
             try:
-                raw = await pending
-                trailing = await pending.trailing_metadata() if lease is not None else None
+                raw = await send(request.data, timeout=patience.left, metadata=self._metadata())
                 break
             except grpc.RpcError as error:
                 failed = error_of(error)
@@ -151,8 +138,6 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
                 return call.refused(self._reach.explained(failed))
             await asyncio.sleep(pause)
         self._reach.answered()
-        if lease is not None:
-            lease.arrived(trailing)
         try:
             answer = request.parse(raw)
         except DecodeError:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmpos.client.channel import ProcessChannels, Reach, channel_options, target, traced
 from mmpos.client.options import CallOptions, Destination, Metadata
-from mmpos.client.shared_memory import ProcessPools
 
 if TYPE_CHECKING:
     from typing import Self
@@ -47,10 +46,6 @@ class BaseClient(Generic[C]):
             changes. Without tls, a token is sent only to servers on this machine.
         metadata: (name, value) pairs sent with every call.
         window: maximum number of unanswered requests in a stream.
-        shared_memory: maximum bytes of shared memory for the tensors of all running calls of a process, kept for later
-            calls. The server must run on this machine with --shared-memory; with any other server, the first call
-            raises UnsupportedError. With 0, all tensors are sent in messages; tensors of streams, cos_sin and angles
-            always are.
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.
@@ -67,9 +62,8 @@ class BaseClient(Generic[C]):
         token: str | os.PathLike[str] | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         window: int = 8,
-        shared_memory: int = 0,
     ) -> None:
-        destination = Destination.checked(addresses, attempts, tls, token, shared_memory)
+        destination = Destination.checked(addresses, attempts, tls, token)
         options = CallOptions(profile, timeout, metadata, window)
         destination.check_metadata(options)
         self.__setstate__((destination, options))
@@ -110,7 +104,6 @@ class BaseClient(Generic[C]):
     def __setstate__(self, state: tuple[Destination, CallOptions]) -> None:
         self._destination, self._options = state
         self._channels: ProcessChannels[C] = ProcessChannels()
-        self._pools = ProcessPools(self._destination.shared_memory)
         self._reach = Reach(self._destination)
 
     def __repr__(self) -> str:

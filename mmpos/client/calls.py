@@ -24,7 +24,7 @@ from mmpos.rpc.positions import get_result, put_query, put_scheme
 from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
 from mmpos.rpc.rotary import put_rotary, put_rotary_positions
 from mmpos.rpc.sequences import Sent, get_sequence, put_parts
-from mmpos.rpc.tensors import aligned, get_torch, put_tensor
+from mmpos.rpc.tensors import get_torch, put_tensor
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import boolean, integer, naming, one_of
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from mmpos.client.shared_memory import Lease
     from mmpos.positions.table import PositionTable
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos.schemes import Scheme
@@ -112,31 +111,28 @@ class ServiceCall(Generic[T_co]):
     Args:
         method: method to call; its streaming variant accepts the same call as an item.
         put: function that fills a request and returns the function that reads the response; large tensors are kept
-            outside the message or put into shared memory.
-        shares: whether tensors of the call may be in shared memory.
+            outside the message.
         refused: function that turns an error of the whole call into a result.
         waits: whether the call waits for a server that has disappeared.
     """
 
     method: Rpc[Message]
     put: Callable[[Any, Beside], Read[T_co]]
-    shares: bool = False
     refused: Callable[[MmposError], T_co] = _raise
     waits: bool = True
 
-    def request(self, message: Message | None = None, memory: Lease | None = None) -> Prepared[T_co]:
+    def request(self, message: Message | None = None) -> Prepared[T_co]:
         """Create the request.
 
         Args:
             message: stream request to fill; None creates a new request of the method.
-            memory: shared memory for the tensors of the request and the answer.
 
         Raises:
             MmposError: an argument cannot be sent.
             LimitExceededError: the request has 2 GiB or more.
         """
         message = self.method.request() if message is None else message
-        beside = Beside() if memory is None else memory
+        beside = Beside()
         read = self.put(message, beside)
         try:
             return Prepared(beside.serialize(message), partial(beside.parse, self.method.response), read)
@@ -222,18 +218,16 @@ def query(profile: str | None, query: PositionsQuery) -> ServiceCall[PositionsRe
 
 
 def _positions(profile: str | None, query: PositionsQuery, of: Callable[[PositionsResult], T]) -> ServiceCall[T]:
-    def put(request: PlaceRequest, memory: Beside) -> Read[T]:
+    def put(request: PlaceRequest, beside: Beside) -> Read[T]:
         request.query.SetInParent()
-        put_query(request.query, query, profile, memory)
-        if query.dense is not None:
-            memory.answer(request.query)
+        put_query(request.query, query, profile, beside)
 
         def read(response: PlaceResponse) -> T:
-            return of(_answer(get_result, "positions", response.positions, memory))
+            return of(_answer(get_result, "positions", response.positions, beside))
 
         return read
 
-    return ServiceCall(PLACE, put, shares=True)
+    return ServiceCall(PLACE, put)
 
 
 def _table(result: PositionsResult) -> PositionTable:
@@ -270,11 +264,6 @@ class BuildSettings:
             put_scheme(request.query.scheme, self.scheme)
         request.query.start, request.query.patches = self.start, self.patches
 
-    def share(self, request: BuildRequest, memory: Beside) -> None:
-        """Request the answer in the shared memory that the documents leave free."""
-        if self.patches:
-            memory.answer(request.query)
-
 
 def build(
     profile: str | None,
@@ -302,15 +291,14 @@ def build(
     """
     settings = BuildSettings(profile, scheme, start, patches)
 
-    def put(request: BuildRequest, memory: Beside) -> Read[InterleavedSequence]:
+    def put(request: BuildRequest, beside: Beside) -> Read[InterleavedSequence]:
         settings.put(request)
-        sent = put_parts(request.query.documents.add(), parts, memory)
+        sent = put_parts(request.query.documents.add(), parts, beside)
         if sent.error is not None and not sent.names:
             raise sent.error
-        settings.share(request, memory)
-        return lambda response: _sequence(_results(response, 1)[0], sent, memory)
+        return lambda response: _sequence(_results(response, 1)[0], sent, beside)
 
-    return ServiceCall(BUILD, put, shares=True)
+    return ServiceCall(BUILD, put)
 
 
 def build_batch(
@@ -348,22 +336,21 @@ def batch_call(settings: BuildSettings, documents: Sequence[Sequence[object]], e
     if not isinstance(documents, list | tuple):
         raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
 
-    def put(request: BuildRequest, memory: Beside) -> Read[Built]:
+    def put(request: BuildRequest, beside: Beside) -> Read[Built]:
         settings.put(request)
         sent: list[Sent] = []
         for parts in documents:
-            sent.append(put_parts(request.query.documents.add(), parts, memory))
+            sent.append(put_parts(request.query.documents.add(), parts, beside))
             if sent[-1].error is not None and errors == "raise":
                 break  # earlier documents may have errors on the server, and the first error is raised
-        settings.share(request, memory)
 
         def read(response: BuildResponse) -> Built:
             results = _results(response, len(sent))
-            return [_outcome(d, results[d], sent[d], memory, errors) for d in range(len(sent))]
+            return [_outcome(d, results[d], sent[d], beside, errors) for d in range(len(sent))]
 
         return read
 
-    return ServiceCall(BUILD, put, shares=True)
+    return ServiceCall(BUILD, put)
 
 
 def _results(response: BuildResponse, count: int) -> Sequence[sequences_pb2.SequenceResult]:
@@ -374,30 +361,30 @@ def _results(response: BuildResponse, count: int) -> Sequence[sequences_pb2.Sequ
 
 
 def _outcome(
-    document: int, result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside, errors: Errors
+    document: int, result: sequences_pb2.SequenceResult, sent: Sent, beside: Beside, errors: Errors
 ) -> InterleavedSequence | MmposError:
     try:
         with naming(f"documents[{document}]", joint="."):
-            return _sequence(result, sent, memory)
+            return _sequence(result, sent, beside)
     except MmposError as error:
         if errors == "raise":
             raise
         return error
 
 
-def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, memory: Beside) -> InterleavedSequence:
+def _sequence(result: sequences_pb2.SequenceResult, sent: Sent, beside: Beside) -> InterleavedSequence:
     """Read the sequence of one document, or raise its first error; both refer to the caller's parts."""
     if result.WhichOneof("outcome") == "error":
         error = get_error(result.error)
         raise _of_part(error, sent.names) or sent.error or error
     if sent.error is not None:
         raise sent.error
-    return _answer(_of_parts, result.sequence, sent, memory)
+    return _answer(_of_parts, result.sequence, sent, beside)
 
 
-def _of_parts(message: sequences_pb2.Sequence, sent: Sent, memory: Lease | None) -> InterleavedSequence:
+def _of_parts(message: sequences_pb2.Sequence, sent: Sent, beside: Beside) -> InterleavedSequence:
     """Read a sequence with the offsets of the caller's parts, since a Video was sent as several parts."""
-    sequence = get_sequence("sequence", message, sent.hashes, memory)
+    sequence = get_sequence("sequence", message, sent.hashes, beside)
     offsets, want = sequence.part_offsets, len(sent.origins) + 1
     if offsets.size != want:
         raise InvalidInputError(f"sequence.part_offsets: got {offsets.size}, want {want}")
@@ -452,15 +439,15 @@ def cos_sin(
     one_of("layout", layout, tuple(_TABLES))
 
     def put(
-        request: rotary_pb2.CosSinRequest, memory: Beside
+        request: rotary_pb2.CosSinRequest, beside: Beside
     ) -> Read[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
         request.layout = _TABLES[layout]
         _put_rotation(request, profile, rotary, positions)
         if layout == "torchtitan":
-            return lambda response: _tensor("cache", response.cache, positions, memory)
+            return lambda response: _tensor("cache", response.cache, positions, beside)
         return lambda response: (
-            _tensor("cos", response.cos, positions, memory),
-            _tensor("sin", response.sin, positions, memory),
+            _tensor("cos", response.cos, positions, beside),
+            _tensor("sin", response.sin, positions, beside),
         )
 
     return ServiceCall(COS_SIN, put)
@@ -483,10 +470,10 @@ def angles(
         ServiceError: the server did not answer.
     """
 
-    def put(request: rotary_pb2.CosSinRequest, memory: Beside) -> Read[torch.Tensor]:
+    def put(request: rotary_pb2.CosSinRequest, beside: Beside) -> Read[torch.Tensor]:
         request.layout = rotary_pb2.COS_SIN_LAYOUT_ANGLES
         _put_rotation(request, profile, rotary, positions)
-        return lambda response: _tensor("cache", response.cache, positions, memory)
+        return lambda response: _tensor("cache", response.cache, positions, beside)
 
     return ServiceCall(COS_SIN, put)
 
@@ -524,21 +511,20 @@ def apply_rotary(
     _check_tensors(q, k)
     conjugate = boolean("conjugate", conjugate)
 
-    def put(request: rotary_pb2.RotateRequest, memory: Beside) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
+    def put(request: rotary_pb2.RotateRequest, beside: Beside) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
         request.layout, request.conjugate = _LAYOUTS[layout], conjugate
         _put_rotation(request, profile, rotary, positions)
-        put_tensor(request.q, q, memory)
+        put_tensor(request.q, q, beside)
         if k is not None:
-            put_tensor(request.k, k, memory)
-        memory.answer(request, sum(aligned(x.nbytes) for x in (q, k) if x is not None))
+            put_tensor(request.k, k, beside)
 
         def read(response: rotary_pb2.RotateResponse) -> tuple[torch.Tensor, torch.Tensor | None]:
-            rotated = _tensor("q", response.q, q, memory)
-            return rotated, _tensor("k", response.k, q, memory) if response.HasField("k") else None
+            rotated = _tensor("q", response.q, q, beside)
+            return rotated, _tensor("k", response.k, q, beside) if response.HasField("k") else None
 
         return read
 
-    return ServiceCall(ROTATE, put, shares=True)
+    return ServiceCall(ROTATE, put)
 
 
 def _put_rotation(
@@ -577,11 +563,11 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
         raise InvalidInputError(f"k must be on the device of q, {q.device}, got {k.device}")
 
 
-def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside) -> torch.Tensor:
+def _tensor(name: str, message: tensor_pb2.Tensor, like: object, beside: Beside) -> torch.Tensor:
     """Read a tensor from an answer, and move it to the device of ``like`` if that is a tensor."""
     import torch
 
-    tensor = _answer(get_torch, name, message, memory)
+    tensor = _answer(get_torch, name, message, beside)
     return tensor.to(like.device) if isinstance(like, torch.Tensor) else tensor
 
 
@@ -590,7 +576,7 @@ def _tensor(name: str, message: tensor_pb2.Tensor, like: object, memory: Beside)
 
 def info(profile: str | None) -> ServiceCall[ServerInfo]:
     """Get the version, schemes, limits and profiles of the server."""
-    return ServiceCall(GET_INFO, lambda request, memory: get_info)
+    return ServiceCall(GET_INFO, lambda request, beside: get_info)
 
 
 def healthy(profile: str | None, service: str = "") -> ServiceCall[bool]:
@@ -604,7 +590,7 @@ def healthy(profile: str | None, service: str = "") -> ServiceCall[bool]:
     if not isinstance(service, str):
         raise InvalidInputError(f"service: got {service!r}, want a name")
 
-    def put(request: health.HealthCheckRequest, memory: Beside) -> Read[bool]:
+    def put(request: health.HealthCheckRequest, beside: Beside) -> Read[bool]:
         request.service = service
         serving = health.HealthCheckResponse.SERVING
         return lambda response: bool(response.status == serving)

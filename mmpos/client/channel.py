@@ -16,7 +16,7 @@ import grpc
 
 from mmpos.client.options import Metadata, host_and_port
 from mmpos.errors import MmposError, ServiceError, ServiceOverloadedError, ServiceUnavailableError, UnsupportedError
-from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, from_status
+from mmpos.rpc.errors import RETRY_AFTER, from_status
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -251,9 +251,6 @@ def error_of(error: grpc.RpcError) -> MmposError:
         for pattern, message in _UNTRUSTED.items():
             if pattern in details:
                 return UntrustedError(f"{message} ({details})")
-    needed = _number(trailing, OUTPUT_BYTES)
-    if needed is not None:
-        return OutputError(details, needed)
     wait = _number(trailing, RETRY_AFTER)
     return from_status(code.name, details, None if wait is None else wait / 1000)
 

@@ -46,7 +46,7 @@ class LimitsInfo:
         images: number of images and videos.
         pixels: number of pixels in all images before resizing.
         views: number of views in a query.
-        shared_bytes: bytes of tensors in shared memory, in both directions.
+        message_bytes: size of a request, except those of ``build``, without its tensors of 64 KiB or more, in bytes.
     """
 
     request_bytes: int
@@ -57,7 +57,7 @@ class LimitsInfo:
     images: int
     pixels: int
     views: int
-    shared_bytes: int
+    message_bytes: int
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,6 @@ class ServerInfo:
         limits: limits of one request.
         profiles: all profiles; the first is the default.
         device: device of rotations, "cuda" or "cpu"; empty if the server cannot rotate.
-        shared_memory_prefix: required prefix of shared memory objects; empty if the server does not accept them.
-        shared_memory_processes: pid namespace of the server from /proc/self/ns/pid; empty without shared memory.
     """
 
     version: str
@@ -104,8 +102,6 @@ class ServerInfo:
     limits: LimitsInfo
     profiles: tuple[ProfileInfo, ...]
     device: str
-    shared_memory_prefix: str
-    shared_memory_processes: str
 
 
 def get_info(message: pb.GetInfoResponse) -> ServerInfo:
@@ -116,8 +112,6 @@ def get_info(message: pb.GetInfoResponse) -> ServerInfo:
         limits=_same(LimitsInfo, message.limits),
         profiles=tuple(map(_profile, message.profiles)),
         device=message.device,
-        shared_memory_prefix=message.shared_memory_prefix,
-        shared_memory_processes=message.shared_memory_processes,
     )
 
 

@@ -168,7 +168,6 @@ class Destination:
     attempts: int
     tls: Tls | None
     token: Token | None = None
-    shared_memory: int = 0
 
     @classmethod
     def checked(
@@ -177,7 +176,6 @@ class Destination:
         attempts: int,
         tls: Tls | None,
         token: str | os.PathLike[str] | None = None,
-        shared_memory: int = 0,
     ) -> Destination:
         """Check the arguments of a destination.
 
@@ -198,8 +196,7 @@ class Destination:
         if checked_token is not None and tls is None:
             _check_clear(addresses)
         attempts = integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS)
-        budget = integer("shared_memory", shared_memory, minimum=0)
-        return cls(tuple(addresses), attempts, tls, checked_token, budget)
+        return cls(tuple(addresses), attempts, tls, checked_token)
 
     def metadata(self, options: CallOptions) -> Metadata:
         """Return the metadata for a call that begins now.

@@ -14,7 +14,6 @@ from mmpos.client import calls, streams
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
 from mmpos.client.channel import OpenChannel, closed, error_of, unreadable, was_closed
-from mmpos.client.shared_memory import Lease
 from mmpos.client.streams import Answer, Stream, ThreadLink, Unanswered, thread_results
 from mmpos.errors import InvalidInputError, MmposError
 
@@ -31,7 +30,7 @@ def _sent(maker: Maker[P, T]) -> Callable[Concatenate[Client, P], T]:
     """Return the method that sends a call and waits for the answer."""
 
     def method(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
-        return client._send(maker(client._options.profile, *args, **options))
+        return client._ask(maker(client._options.profile, *args, **options))
 
     return documented(method, maker)
 
@@ -103,7 +102,6 @@ class Client(BaseClient[grpc.Channel]):
 
     def close(self) -> None:
         """Close the channel of this process; running calls and streams fail, and a later call opens a new channel."""
-        self._pools.close()
         channel = self._channels.pop()
         if channel is not None:
             channel.close()
@@ -121,23 +119,14 @@ class Client(BaseClient[grpc.Channel]):
             lambda: self._connect(grpc.secure_channel, grpc.insecure_channel), lambda channel: channel.close()
         )
 
-    def _send(self, call: ServiceCall[T]) -> T:
-        if not call.shares or not self._pools.budget:
-            return self._ask(call)
-        pool = self._pools.get() or self._pools.open(self._ask(calls.info(None)))
-        for lease in pool.leases():
-            with lease:
-                return self._ask(call, lease)
-        raise AssertionError("the last lease raises")
-
-    def _ask(self, call: ServiceCall[T], lease: Lease | None = None) -> T:
-        request = call.request(memory=lease)
+    def _ask(self, call: ServiceCall[T]) -> T:
+        request = call.request()
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         send = self._connection().method(call.method.path)
         patience = self._reach.patience(self._options.timeout)
         while True:
             try:
-                raw, completed = send.with_call(request.data, timeout=patience.left, metadata=self._metadata())
+                raw = send(request.data, timeout=patience.left, metadata=self._metadata())
                 break
             except grpc.RpcError as error:
                 failed = error_of(error)
@@ -150,8 +139,6 @@ class Client(BaseClient[grpc.Channel]):
                 return call.refused(self._reach.explained(failed))
             time.sleep(pause)
         self._reach.answered()
-        if lease is not None:
-            lease.arrived(completed.trailing_metadata())
         try:
             answer = request.parse(raw)
         except DecodeError:

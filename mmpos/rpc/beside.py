@@ -12,21 +12,20 @@ import struct
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import EncodeError, Message
 
-from mmpos.errors import UnsupportedError
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.support import native
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["LEAST_BYTES", "Beside", "WithOutput", "parsed"]
+__all__ = ["LEAST_BYTES", "Beside"]
 
 LEAST_BYTES = 2**16
 """Minimum size of a large tensor in bytes."""
@@ -51,23 +50,11 @@ _MOST_BYTES = 2**31 - 1
 """Maximum size of a message in bytes."""
 
 
-class WithOutput(Protocol):
-    """A request that names the memory for the tensors of its answer."""
-
-    @property
-    def output(self) -> pb.SharedMemory:
-        """Region for the tensors of the answer."""
-
-
 class Beside:
-    """The large tensors of a message to write and of a message that was read; implements ``mmpos.rpc.tensors.Memory``.
+    """The large tensors of one call: those of the message that it writes, and of the message that it has read."""
 
-    Args:
-        raw: bytes of the message that ``parsed`` has read.
-    """
-
-    def __init__(self, raw: bytes = b"") -> None:
-        self._raw = raw
+    def __init__(self) -> None:
+        self._raw = b""
         self._large: list[Data] = []
 
     @property
@@ -76,24 +63,15 @@ class Beside:
         return sum(data.size for data in self._large)
 
     def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Keep the bytes of a large tensor for ``serialize``; they must not change until then."""
+        """Keep the bytes of a large tensor for ``serialize``; they must not change until then.
+
+        Return False for a small tensor, whose bytes belong in the message.
+        """
         if data.size < LEAST_BYTES:
             return False
         message.data = _MARK + _PLACE.pack(len(self._large), data.size)
         self._large.append(data)
         return True
-
-    def holds(self, message: pb.Tensor) -> int:
-        """Return the number of bytes that a received tensor claims, in its message or in shared memory."""
-        return int(message.shared.byte_size) if message.HasField("shared") else len(self.data(message))
-
-    def get(self, name: str, shared: pb.SharedMemory) -> Data:
-        """Refuse a tensor in shared memory.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"{name}: got shared memory, want data")
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
         """Return the bytes of a received tensor, from its message or from the raw bytes."""
@@ -103,17 +81,24 @@ class Beside:
         begin, size = _PLACE.unpack_from(data, len(_MARK))
         return memoryview(self._raw)[begin : begin + size]
 
-    def answer(self, request: WithOutput, size: int | None = None) -> None:
-        """Do nothing: the tensors of the answer travel in its message."""
-
     def parse(self, kind: type[M], raw: bytes) -> M:
-        """Parse a message; its large tensors are read from the raw bytes.
+        """Parse a message; ``data`` reads its large tensors.
 
         Raises:
             DecodeError: the bytes are not a message of this kind.
         """
+        return kind.FromString(self.marked(kind, raw))
+
+    def marked(self, kind: type[Message], raw: bytes) -> bytes:
+        """Return the bytes of a message with marks in place of its large tensors, which ``data`` then reads."""
         self._raw = raw
-        return parsed(kind, raw)
+        paths = _paths(kind.DESCRIPTOR) if len(raw) >= LEAST_BYTES else {}
+        places = _large_of(raw, 0, len(raw), paths) if paths else []
+        if not places:
+            return raw
+        marks: deque[tuple[int, Piece]] = deque((begin, _MARK + _PLACE.pack(begin, size)) for begin, size in places)
+        pieces, _ = _filled(raw, 0, len(raw), marks)
+        return b"".join(pieces)
 
     def serialize(self, message: Message) -> bytes:
         """Serialize a message with its large tensors; the GIL is released meanwhile.
@@ -134,21 +119,6 @@ class Beside:
         if size > _MOST_BYTES:
             raise EncodeError("Failed to serialize proto")
         return _joined(pieces)
-
-
-def parsed(kind: type[M], raw: bytes) -> M:
-    """Parse a message with marks in place of its large tensors; ``Beside(raw).data`` then reads the tensors.
-
-    Raises:
-        DecodeError: the bytes are not a message of this kind.
-    """
-    paths = _paths(kind.DESCRIPTOR) if len(raw) >= LEAST_BYTES else {}
-    places = _large_of(raw, 0, len(raw), paths) if paths else []
-    if not places:
-        return kind.FromString(raw)
-    marks: deque[tuple[int, Piece]] = deque((begin, _MARK + _PLACE.pack(begin, size)) for begin, size in places)
-    pieces, _ = _filled(raw, 0, len(raw), marks)
-    return kind.FromString(b"".join(pieces))
 
 
 def _joined(pieces: Iterable[Piece]) -> bytes:

@@ -35,14 +35,6 @@ STATUS: dict[type[MmposError], str] = {
 RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata of an overloaded server: milliseconds after which to try again."""
 
-OUTPUT_BYTES = "mmpos-output-bytes"
-"""Trailing metadata sent if an answer's tensors do not fit their region: the number of bytes that they need."""
-
-RETRIED = "mmpos-previous-attempts"
-"""Trailing metadata of an answer to a retried request: the number of earlier attempts. An earlier attempt may still be
-running and using the shared memory that the request names.
-"""
-
 LONGEST = 1500
 """Maximum message size in bytes: statuses travel percent-encoded in headers, and clients refuse headers above 8
 KiB.
@@ -58,19 +50,6 @@ _CODES: dict[type[MmposError], pb.ErrorCode.ValueType] = {
     LimitExceededError: pb.ERROR_CODE_LIMIT_EXCEEDED,
     ServiceError: pb.ERROR_CODE_INTERNAL,
 }
-
-
-class OutputError(InvalidInputError):
-    """The tensors of an answer do not fit their region of shared memory.
-
-    Args:
-        message: name, value and expected value.
-        needed: number of bytes that the tensors need.
-    """
-
-    def __init__(self, message: str, needed: int) -> None:
-        super().__init__(message)
-        self.needed = needed
 
 
 def to_status(error: MmposError) -> tuple[str, str]:

@@ -68,7 +68,7 @@ from mmpos.support.checks import (
 )
 
 if TYPE_CHECKING:
-    from mmpos.rpc.tensors import Memory
+    from mmpos.rpc.beside import Beside
 
 
 D = TypeVar("D")
@@ -255,23 +255,23 @@ def _rows(name: str, data: bytes, rows: int) -> IntArray:
 
 
 def put_source(
-    message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds, memory: Memory | None = None
+    message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds, beside: Beside | None = None
 ) -> None:
-    """Fill the source of a query; see ``put_tensor`` for memory."""
+    """Fill the source of a query; see ``put_tensor`` for beside."""
     if isinstance(source, SegmentTable):
         message.segments.SetInParent()
         put_segments(message.segments, source)
     elif isinstance(source, Spans):
         _put_spans(message.spans, source)
     else:
-        _put_input_ids(message.input_ids, source, memory)
+        _put_input_ids(message.input_ids, source, beside)
 
 
-def get_source(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> SegmentTable | Spans | InputIds:
-    """Read the source of a query; see ``get_tensor`` for memory."""
+def get_source(name: str, message: pb.PositionsQuery, beside: Beside | None = None) -> SegmentTable | Spans | InputIds:
+    """Read the source of a query; see ``get_tensor`` for beside."""
     source = chosen(path(name, "source"), message, "source")
     if source == "input_ids":
-        return _get_input_ids(message.input_ids, memory)
+        return _get_input_ids(message.input_ids, beside)
     return _get_spans(message.spans) if source == "spans" else get_segments("", message.segments)
 
 
@@ -305,8 +305,8 @@ def _get_spans(message: pb.Spans) -> Spans:
     )
 
 
-def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None) -> None:
-    put_tensor(message.input_ids, _whole("input_ids", source.input_ids), memory)
+def _put_input_ids(message: pb.InputIds, source: InputIds, beside: Beside | None) -> None:
+    put_tensor(message.input_ids, _whole("input_ids", source.input_ids), beside)
     for field in ("image_grid_thw", "video_grid_thw"):
         grids = getattr(source, field)
         if grids is not None:
@@ -318,22 +318,22 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, memory: Memory | None
     if source.cu_seqlens is not None:
         put_integers(message.cu_seqlens, int_array("cu_seqlens", source.cu_seqlens, (None,)))
     if source.attention_mask is not None:
-        put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask), memory)
+        put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask), beside)
     _put_seconds(message, source.seconds_per_frame)
     if source.audio_lengths is not None:
         put_integers(message.audio_lengths, int_array("audio_lengths", source.audio_lengths, (None,)))
     message.frames_apart = boolean("frames_apart", source.frames_apart)
 
 
-def _get_input_ids(message: pb.InputIds, memory: Memory | None) -> InputIds:
+def _get_input_ids(message: pb.InputIds, beside: Beside | None) -> InputIds:
     mask = optional(message, "attention_mask")
     return InputIds(
-        get_tensor("input_ids", required("", message, "input_ids"), memory=memory),
+        get_tensor("input_ids", required("", message, "input_ids"), beside=beside),
         get_placeholders(message.placeholders),
         integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
         integers(message.video_grid_thw, columns=3, name="video_grid_thw") if message.video_grid_thw else None,
         cu_seqlens=integers(message.cu_seqlens) if message.cu_seqlens else None,
-        attention_mask=None if mask is None else get_tensor("attention_mask", mask, memory=memory),
+        attention_mask=None if mask is None else get_tensor("attention_mask", mask, beside=beside),
         seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
         frames_apart=message.frames_apart,
         audio_lengths=integers(message.audio_lengths) if message.audio_lengths else None,
@@ -382,10 +382,10 @@ _IDS = {tensor_pb2.DATA_TYPE_UNSPECIFIED: None} | {DATA_TYPES[name]: name for na
 
 
 def put_query(
-    message: pb.PositionsQuery, query: PositionsQuery, profile: str | None = None, memory: Memory | None = None
+    message: pb.PositionsQuery, query: PositionsQuery, profile: str | None = None, beside: Beside | None = None
 ) -> None:
-    """Fill a message with a query; see ``put_tensor`` for memory."""
-    put_source(message, query.source, memory)
+    """Fill a message with a query; see ``put_tensor`` for beside."""
+    put_source(message, query.source, beside)
     if profile is not None:
         message.profile = profile
     if query.scheme is not None:
@@ -402,8 +402,8 @@ def put_query(
         put_integers(message.dense.axes, query.dense.axes or ())
 
 
-def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = None) -> PositionsQuery:
-    """Read the query from a message; fields left to a profile are None; see ``get_tensor`` for memory.
+def get_query(name: str, message: pb.PositionsQuery, beside: Beside | None = None) -> PositionsQuery:
+    """Read the query from a message; fields left to a profile are None; see ``get_tensor`` for beside.
 
     Raises:
         InvalidInputError: a field is missing, unknown or wrong; the message names it.
@@ -411,7 +411,7 @@ def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = Non
     """
     dense = optional(message, "dense")
     return PositionsQuery(
-        source=get_source(name, message, memory),
+        source=get_source(name, message, beside),
         scheme=get_scheme(path(name, "scheme"), message.scheme) if message.HasField("scheme") else None,
         start=_one_or_each(name, message, "start", 0),
         strict=optional(message, "strict"),
@@ -420,27 +420,27 @@ def get_query(name: str, message: pb.PositionsQuery, memory: Memory | None = Non
     )
 
 
-def put_result(message: pb.Positions, result: PositionsResult, memory: Memory | None = None) -> None:
-    """Fill a message with a result; see ``put_tensor`` for memory."""
+def put_result(message: pb.Positions, result: PositionsResult, beside: Beside | None = None) -> None:
+    """Fill a message with a result; see ``put_tensor`` for beside."""
     if result.table is not None:
         put_table(message.table, result.table)
     if result.dense is not None:
-        put_tensor(message.dense, result.dense, memory)
+        put_tensor(message.dense, result.dense, beside)
     if result.next_positions is not None and result.deltas is not None:
         put_integers(message.next_positions, result.next_positions)
         put_integers(message.deltas, result.deltas)
     put_integers(message.cu_seqlens, result.cu_seqlens)
 
 
-def get_result(name: str, message: pb.Positions, memory: Memory | None = None) -> PositionsResult:
-    """Read the result from a message; arrays may share the bytes of the message; see ``get_tensor`` for memory."""
+def get_result(name: str, message: pb.Positions, beside: Beside | None = None) -> PositionsResult:
+    """Read the result from a message; arrays may share the bytes of the message; see ``get_tensor`` for beside."""
     if not message.HasField("table") and not message.HasField("dense"):
         raise InvalidInputError(f"{name}: got neither table nor dense, want one")
     documents = len(message.cu_seqlens) - 1
     known = len(message.next_positions) == documents
     return PositionsResult(
         table=get_table(path(name, "table"), message.table) if message.HasField("table") else None,
-        dense=get_tensor(path(name, "dense"), message.dense, memory=memory) if message.HasField("dense") else None,
+        dense=get_tensor(path(name, "dense"), message.dense, beside=beside) if message.HasField("dense") else None,
         next_positions=integers(message.next_positions) if known else None,
         deltas=integers(message.deltas) if known else None,
         cu_seqlens=np.array(message.cu_seqlens, np.int32),

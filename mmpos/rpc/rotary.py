@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from mmpos.rpc.tensors import Memory
+    from mmpos.rpc.beside import Beside
 
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
@@ -124,10 +124,10 @@ def put_rotary_positions(
 
 
 def get_rotary_positions(
-    name: str, message: pb.RotaryPositions, memory: Memory | None = None
+    name: str, message: pb.RotaryPositions, beside: Beside | None = None
 ) -> PositionTable | Tensor:
-    """Read the positions from a message, with ids as a torch tensor; see ``get_tensor`` for memory."""
+    """Read the positions from a message, with ids as a torch tensor; see ``get_tensor`` for beside."""
     kind = chosen(name, message, "positions")
     if kind == "table":
         return get_table(path(name, "table"), message.table)
-    return get_torch(path(name, "ids"), message.ids, memory)
+    return get_torch(path(name, "ids"), message.ids, beside)

@@ -36,7 +36,7 @@ from mmpos.sequence.video import plain_parts, refuse_crop
 from mmpos.support.checks import INT32_MAX, counted, int_array, naming, text
 
 if TYPE_CHECKING:
-    from mmpos.rpc.tensors import Memory
+    from mmpos.rpc.beside import Beside
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Sent:
     error: MmposError | None = None
 
 
-def put_parts(message: pb.Document, parts: object, memory: Memory | None = None) -> Sent:
+def put_parts(message: pb.Document, parts: object, beside: Beside | None = None) -> Sent:
     """Fill a message with the parts of a document, up to the first part that cannot be sent.
 
     The parts are those of SequenceBuilder.build. A path is sent as the bytes of the file, an image without a file as
-    its upright pixels, and a Video as its plain parts; see ``put_tensor`` for memory. ``Sent.error`` holds the error
+    its upright pixels, and a Video as its plain parts; see ``put_tensor`` for beside. ``Sent.error`` holds the error
     for a part that cannot be sent, which is the error that SequenceBuilder.build would raise.
     """
     if not isinstance(parts, list | tuple):
@@ -70,7 +70,7 @@ def put_parts(message: pb.Document, parts: object, memory: Memory | None = None)
     for origin, name, part in plain_parts(parts):
         entry = message.parts.add()
         try:
-            is_image, content_hash = _put_part(name, entry, part, memory)
+            is_image, content_hash = _put_part(name, entry, part, beside)
         except MmposError as error:
             del message.parts[-1]
             return replace(sent, error=error)
@@ -82,28 +82,28 @@ def put_parts(message: pb.Document, parts: object, memory: Memory | None = None)
     return sent
 
 
-def get_parts(name: str, message: pb.Document, memory: Memory | None = None) -> list[object]:
-    """Read the parts of a document for SequenceBuilder.build; see ``get_tensor`` for memory."""
-    return [_get_part(path(name, f"parts[{i}]"), part, memory) for i, part in enumerate(message.parts)]
+def get_parts(name: str, message: pb.Document, beside: Beside | None = None) -> list[object]:
+    """Read the parts of a document for SequenceBuilder.build; see ``get_tensor`` for beside."""
+    return [_get_part(path(name, f"parts[{i}]"), part, beside) for i, part in enumerate(message.parts)]
 
 
-def _put_part(name: str, entry: pb.Part, part: object, memory: Memory | None) -> tuple[bool, str | None]:
+def _put_part(name: str, entry: pb.Part, part: object, beside: Beside | None) -> tuple[bool, str | None]:
     """Fill a part; return whether it is an image, and its content hash if its pixels do not determine it."""
     if isinstance(part, str):
         entry.text = text(name, part)
         return False, None
     if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
-        put_tensor(entry.token_ids, int_array(name, part, (None,)), memory)
+        put_tensor(entry.token_ids, int_array(name, part, (None,)), beside)
         return False, None
     if isinstance(part, Audio):
         entry.audio = part.length
         return False, None
     refuse_crop(name, part)
     with naming(name):
-        return True, _put_image(entry, part, memory)
+        return True, _put_image(entry, part, beside)
 
 
-def _put_image(entry: pb.Part, image: object, memory: Memory | None) -> str | None:
+def _put_image(entry: pb.Part, image: object, beside: Beside | None) -> str | None:
     if isinstance(image, ImageSize):
         entry.image_size.height, entry.image_size.width = image
     elif isinstance(image, Grid):
@@ -118,7 +118,7 @@ def _put_image(entry: pb.Part, image: object, memory: Memory | None) -> str | No
         with open_source(image) as source:
             _ = source.size  # raises an error for an image without pixels
             samples, content_hash = source.read("pillow")
-        put_tensor(entry.pixels, np.asarray(samples), memory)
+        put_tensor(entry.pixels, np.asarray(samples), beside)
         return content_hash
     return None
 
@@ -146,13 +146,13 @@ def _file(image: os.PathLike[str]) -> bytes:
         raise InvalidInputError(f"image: got {os.fspath(image)!r}, want a file that can be read ({error})") from error
 
 
-def _get_part(name: str, part: pb.Part, memory: Memory | None) -> object:
+def _get_part(name: str, part: pb.Part, beside: Beside | None) -> object:
     kind = chosen(name, part, "content")
     value = getattr(part, kind)
     if kind == "token_ids":
-        return get_tensor(path(name, kind), value, ("int32", "int64"), (1,), memory)
+        return get_tensor(path(name, kind), value, ("int32", "int64"), (1,), beside)
     if kind == "pixels":
-        return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3), memory)
+        return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3), beside)
     if kind == "image_size":
         return ImageSize(
             _side(path(name, "image_size.height"), value.height), _side(path(name, "image_size.width"), value.width)
@@ -186,14 +186,14 @@ def _side(name: str, value: int) -> int:
     return value
 
 
-def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, memory: Memory | None = None) -> None:
-    """Fill a message with a sequence; see ``put_tensor`` for memory."""
+def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, beside: Beside | None = None) -> None:
+    """Fill a message with a sequence; see ``put_tensor`` for beside."""
     narrow = sequence.input_ids.max(initial=0) <= INT32_MAX
-    put_tensor(message.input_ids, sequence.input_ids.astype(np.int32) if narrow else sequence.input_ids, memory)
+    put_tensor(message.input_ids, sequence.input_ids.astype(np.int32) if narrow else sequence.input_ids, beside)
     put_segments(message.segments, sequence.segments)
     put_result(message.positions, PositionsResult.of(sequence.positions))
     if sequence.patches is not None:
-        put_tensor(message.patches, sequence.patches, memory)
+        put_tensor(message.patches, sequence.patches, beside)
     put_integers(message.grid_thw, sequence.grid_thw)
     put_integers(message.image_spans, sequence.image_spans)
     put_integers(message.part_offsets, sequence.part_offsets)
@@ -206,7 +206,7 @@ def get_sequence(
     name: str,
     message: pb.Sequence,
     hashes: Mapping[int, str] = MappingProxyType({}),
-    memory: Memory | None = None,
+    beside: Beside | None = None,
 ) -> InterleavedSequence:
     """Read the sequence from a message.
 
@@ -214,14 +214,14 @@ def get_sequence(
         name: name of the field, for errors.
         message: message to read.
         hashes: content hashes that replace those of the message, by index of the image.
-        memory: see ``get_tensor``.
+        beside: see ``get_tensor``.
 
     Raises:
         InvalidInputError: the parts of the message contradict one another.
     """
     segments = get_segments(path(name, "segments"), required(name, message, "segments"))
     positions = get_result(path(name, "positions"), required(name, message, "positions")).table
-    input_ids = get_tensor(path(name, "input_ids"), message.input_ids, ("int32", "int64"), (1,), memory)
+    input_ids = get_tensor(path(name, "input_ids"), message.input_ids, ("int32", "int64"), (1,), beside)
     if positions is None or not input_ids.size == positions.num_tokens == segments.num_tokens:
         got = None if positions is None else positions.num_tokens
         raise InvalidInputError(
@@ -230,7 +230,7 @@ def get_sequence(
         )
     patches = None
     if message.HasField("patches"):
-        patches = owned(get_tensor(path(name, "patches"), message.patches, memory=memory))
+        patches = owned(get_tensor(path(name, "patches"), message.patches, beside=beside))
     return InterleavedSequence(
         input_ids=input_ids.astype(np.int64),
         token_type_ids=positions.token_types(segments),

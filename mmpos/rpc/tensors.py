@@ -1,21 +1,20 @@
-"""Fields of messages: numbers, and tensors as little-endian bytes in the message or in shared memory."""
+"""Fields of messages: numbers, and tensors as little-endian bytes."""
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, MutableSequence, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.rpc.v1.table_pb2 import Rational
 from mmpos.support import native
@@ -25,40 +24,7 @@ from mmpos.support.extras import needed_for
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 64
-"""Alignment of an answer's tensors, in bytes."""
-
-
-class Memory(Protocol):
-    """Memory for the tensors of one call that are not in their messages."""
-
-    def get(self, name: str, shared: pb.SharedMemory) -> npt.NDArray[np.uint8]:
-        """Copy the bytes of a received tensor into writable memory.
-
-        Args:
-            name: name of the field in errors.
-            shared: location of the bytes, already of the right size.
-        """
-
-    def data(self, message: pb.Tensor) -> bytes | memoryview:
-        """Return the bytes of a received tensor, from its message or from this memory."""
-
-    def put(self, message: pb.Tensor, data: npt.NDArray[np.uint8]) -> bool:
-        """Store a tensor's nonempty bytes and note their location in its message; return False to leave them there."""
-
-
-def process_space() -> str:
-    """Read the pid namespace of this process from /proc/self/ns/pid; return "" if the system has none."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def aligned(size: int) -> int:
-    """Round a size up to the offset at which the next tensor may begin."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
+    from mmpos.rpc.beside import Beside
 
 E = TypeVar("E", bound=int)
 S = TypeVar("S", bound=np.generic)
@@ -184,13 +150,13 @@ DATA_TYPES = {name: number for number, name in _NAMES.items()}
 _LITTLE_ENDIAN = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in DATA_TYPES}
 
 
-def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor, memory: Memory | None = None) -> None:
+def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor, beside: Beside | None = None) -> None:
     """Fill a message with an array or a torch tensor on any device.
 
     Args:
         message: message to fill.
         array: values of the tensor.
-        memory: shared memory that can hold the bytes instead of the message.
+        beside: keeper of large tensors, which the message then only marks.
 
     Raises:
         InvalidInputError: the type cannot be sent.
@@ -204,8 +170,9 @@ def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor
     message.dtype = DATA_TYPES[name]
     message.shape.extend(array.shape)
     array = array.astype(_LITTLE_ENDIAN[name], copy=False)
-    if memory is None or not array.size or not memory.put(message, array.reshape(-1).view(np.uint8)):
-        message.data = array.tobytes()
+    data = np.ascontiguousarray(array.reshape(-1)).view(np.uint8)
+    if beside is None or not data.size or not beside.put(message, data):
+        message.data = data.tobytes()
 
 
 def get_tensor(
@@ -213,22 +180,19 @@ def get_tensor(
     message: pb.Tensor,
     dtypes: Collection[str] | None = None,
     ndim: Collection[int] | None = None,
-    memory: Memory | None = None,
+    beside: Beside | None = None,
 ) -> npt.NDArray[Any]:
     """Read the array from a message as a read-only view of its bytes; bfloat16 becomes uint16 bits.
-
-    A tensor in shared memory becomes a new, writable array.
 
     Args:
         name: name of the field, for errors.
         message: message to read.
         dtypes: names of the accepted types; None accepts all.
         ndim: accepted numbers of axes; None accepts up to 8.
-        memory: shared memory for tensors that are not in messages.
+        beside: large tensors of the message, which it only marks.
 
     Raises:
         InvalidInputError: the type or the number of axes is not accepted, or the bytes do not fit the shape.
-        UnsupportedError: the tensor is in shared memory, but no memory was passed.
     """
     known = _NAMES if dtypes is None else {DATA_TYPES[dtype]: dtype for dtype in dtypes}
     dtype = _LITTLE_ENDIAN[enum(name, message, "dtype", known)]
@@ -239,28 +203,25 @@ def get_tensor(
     if min(shape, default=0) < 0:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want sizes >= 0")
     size = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
-    data = message.data if memory is None else memory.data(message)  # read it only once, since every access copies it
-    field, got = ("shared.byte_size", message.shared.byte_size) if message.HasField("shared") else ("data", len(data))
-    if got != size:
+    data = message.data if beside is None else beside.data(message)  # read it only once, since every access copies it
+    if len(data) != size:
         raise InvalidInputError(
-            f"{path(name, field)}: got {got} bytes, want {size} for shape {shape} with {dtype.itemsize}-byte numbers"
+            f"{path(name, 'data')}: got {len(data)} bytes, want {size} for shape {shape} with {dtype.itemsize}-byte "
+            "numbers"
         )
     # numpy refuses such axes even for an empty array.
     if math.prod(side or 1 for side in shape) * dtype.itemsize >= 2**63:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want a shape that an array can have")
-    if message.HasField("shared"):
-        array = _shared(name, message, memory).view(dtype).reshape(shape)
-    else:
-        array = np.frombuffer(data, dtype).reshape(shape)
+    array = np.frombuffer(data, dtype).reshape(shape)
     return array if sys.byteorder == "little" else array.astype(dtype.newbyteorder("="))
 
 
-def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> torch.Tensor:
-    """Read a writable torch tensor from a message; see ``get_tensor`` for memory."""
+def get_torch(name: str, message: pb.Tensor, beside: Beside | None = None) -> torch.Tensor:
+    """Read a writable torch tensor from a message; see ``get_tensor`` for beside."""
     with needed_for("rotations", extra="all"):
         import torch
 
-    array = owned(get_tensor(name, message, memory=memory))
+    array = owned(get_tensor(name, message, beside=beside))
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if message.dtype == pb.DATA_TYPE_BFLOAT16 else tensor
 
@@ -268,15 +229,6 @@ def get_torch(name: str, message: pb.Tensor, memory: Memory | None = None) -> to
 def owned(array: npt.NDArray[S]) -> npt.NDArray[S]:
     """Return the array itself if it is writable, else a copy."""
     return array if array.flags.writeable else array.copy()
-
-
-def _shared(name: str, message: pb.Tensor, memory: Memory | None) -> npt.NDArray[np.uint8]:
-    """Read the bytes of a tensor in shared memory."""
-    if memory is None:
-        raise UnsupportedError(f"{path(name, 'shared')}: got shared memory, want data")
-    if message.data:
-        raise InvalidInputError(f"{path(name, 'shared')} cannot be combined with data")
-    return memory.get(path(name, "shared"), message.shared)
 
 
 def _host(tensor: object) -> tuple[str, npt.NDArray[Any]]:

@@ -22,18 +22,8 @@ from mmpos.support.extras import needed_for
 if TYPE_CHECKING:
     from mmpos_server.telemetry import Logs
 
-__all__ = ["LEAST_CHARACTERS", "OPEN", "Certificates", "TlsFiles", "TokenFile", "not_after"]
+__all__ = ["LEAST_CHARACTERS", "Certificates", "TlsFiles", "TokenFile", "not_after"]
 
-
-OPEN = frozenset(
-    {
-        "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/Watch",
-        "/inference.GRPCInferenceService/ServerLive",
-        "/inference.GRPCInferenceService/ServerReady",
-    }
-)
-"""Methods that are answered without a token because probes and load balancers have none."""
 
 LEAST_CHARACTERS = 16
 """Minimum length of a token; a shorter token could be guessed."""

@@ -19,9 +19,8 @@ from mmpos_server.admission import CHECKS, WATCHES, Admission, Rates
 from mmpos_server.call import GoneError
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Answer, Endpoint, ServerContext
-from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection, one_pool
+from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection
 from mmpos_server.listening import Listen, address, bind, transport_options
-from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.streams import StreamEndpoint
 from mmpos_server.telemetry import Logs, Metrics
 from mmpos_server.transit import Transit
@@ -50,7 +49,7 @@ _SETTLE_SECONDS, _QUIET_ROUNDS, _QUIET_SECONDS = 0.5, 3, 0.1
 _HANG_UP_SECONDS = 1.0
 """Seconds after the last message within which clients should close their connections."""
 
-MethodsOf = Callable[[Profiles, "Limits", SharedMemory], Sequence["Method"]]
+MethodsOf = Callable[[Profiles, "Limits"], Sequence["Method"]]
 
 
 class Server:
@@ -62,7 +61,6 @@ class Server:
         config: limits per request and per client, concurrency, and profiles.
         listen: addresses to listen on, TLS and tokens.
         logs: log of the server; with None, only errors are written.
-        shared_memory: access to the clients' shared memory; None disables it.
         tracing: source of OpenTelemetry spans; None disables tracing.
         methods: function that returns the methods for these profiles, limits and shared memory; None serves every
             service of mmpos.
@@ -78,7 +76,6 @@ class Server:
         listen: Listen | None = None,
         *,
         logs: Logs | None = None,
-        shared_memory: SharedMemory | None = None,
         tracing: Tracing | None = None,
         methods: MethodsOf | None = None,
     ) -> None:
@@ -89,10 +86,8 @@ class Server:
             from mmpos_server.services import methods as all_methods
 
             methods = all_methods
-        memory = shared_memory or SharedMemory()
-        memory.check(self.listen)
         self._build_methods: Callable[[ServerConfig], Sequence[Method]] = lambda config: methods(
-            Profiles.from_config(config), config.limits, memory
+            Profiles.from_config(config), config.limits
         )
         self._methods = self._build_methods(config)
         self._admission = Admission(config.concurrency, config.clients)
@@ -106,7 +101,6 @@ class Server:
             self.logs,
             TokenFile(tokens, self.logs) if tokens else None,
             tracing,
-            memory,
         )
         self.unary = {method.name: Endpoint(method, self._context) for method in self._methods}
         streams, items = config.concurrency.max_streams, config.concurrency.max_in_flight
@@ -115,9 +109,7 @@ class Server:
         self.streams = {stream.name: stream for stream in endpoints}
         services = list(dict.fromkeys(method.service for method in self._methods))
         self._health = Health(services)
-        # The methods come from several descriptor pools, but reflection takes a single pool.
-        pool = one_pool(method.request for method in self._methods)
-        self.introspection = Introspection(self._health, [*services, HEALTH, REFLECTION[0]], pool, self._context)
+        self.introspection = Introspection(self._health, [*services, HEALTH, REFLECTION[0]], self._context)
         self._server: grpc.Server | None = None
         self._threads: list[ThreadPoolExecutor] = list(threads)
         self._tasks = [self._context.transit.check, self.metrics.settle]

@@ -9,7 +9,7 @@ from time import monotonic, perf_counter, sleep
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
-from mmpos_server.exchange import NO_MEMORY, Exchange
+from mmpos.rpc.beside import Beside
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -70,11 +70,11 @@ class Call:
         "_deadline",
         "_slots",
         "answer_bytes",
+        "beside",
         "client",
         "counts",
         "held",
         "item",
-        "memory",
         "request_bytes",
         "request_id",
         "span",
@@ -95,10 +95,10 @@ class Call:
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
         self.span: Span | None = None  # set by tracing
-        self.memory: Exchange = NO_MEMORY
+        self.beside = Beside()  # the large tensors of the request and the answer
         self.request_bytes = 0  # size of its message
         self.answer_bytes = 0.0  # size of the answer's tensors, as far as known before they exist
-        self.held = 0  # bytes of the request and of the shared memory that it names
+        self.held = 0  # bytes of the request and of its unread answer
         self._admission, self._context, self._deadline = admission, context, deadline
         self._slots: list[Gate] = []
         self._began = perf_counter()
@@ -120,11 +120,6 @@ class Call:
     def late(self) -> bool:
         """Whether the deadline has passed."""
         return self._deadline is not None and monotonic() >= self._deadline
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the server has announced that it is about to stop."""
-        return self._admission.announced
 
     @property
     def awaited(self) -> bool:
@@ -260,8 +255,8 @@ class Call:
         self._slots.append(gate)
 
     def release(self) -> None:
-        """Free the slots of the call and close its shared memory; ``free`` frees the bytes that the call holds."""
-        self.memory = NO_MEMORY
+        """Free the slots of the call and drop its tensors; ``free`` frees the bytes that the call holds."""
+        self.beside = Beside()
         seconds = self.seconds
         for gate in self._slots:
             gate.leave(self.client, 1, seconds)

@@ -47,13 +47,13 @@ class Limits(_Settings):
     """Limits for one request, checked before the work begins; the fields are those of the message Limits."""
 
     request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
+    message_bytes: int = Field(default=4 * _MIB, ge=1024, le=2**31 - 1)
     response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
     documents: int = Field(default=4096, ge=1)
     segments: int = Field(default=262_144, ge=1)
     tokens: int = Field(default=16_777_216, ge=1)
     images: int = Field(default=4096, ge=1)
     pixels: int = Field(default=1_000_000_000, ge=1)
-    shared_bytes: int = Field(default=1024 * _MIB, ge=1024)
 
 
 class Concurrency(_Settings):
@@ -63,8 +63,7 @@ class Concurrency(_Settings):
         max_in_flight: maximum number of calls of any kind.
         max_in_flight_images: maximum number of calls that decode images.
         image_threads: number of threads that decode images; 0 starts one per core.
-        max_in_flight_bytes: maximum total bytes of requests, of the shared memory that they name, and of unread
-            answers.
+        max_in_flight_bytes: maximum total bytes of requests and of unread answers.
         max_streams: maximum number of open streams.
     """
 

@@ -9,18 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
 from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
-from mmpos.rpc.beside import parsed
-from mmpos.rpc.errors import RETRIED, get_token
-from mmpos_server.access import OPEN
+from mmpos.rpc.errors import get_token
 from mmpos_server.call import Call, GoneError
-from mmpos_server.exchange import Exchange, claimed, mentions
-from mmpos_server.limits import check, check_elements
+from mmpos_server.limits import check
 from mmpos_server.methods import Failure, failure, refused_by
-from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.telemetry import MethodMetrics
 from mmpos_server.transit import Transport
 
@@ -41,19 +37,14 @@ __all__ = ["REQUEST_ID", "Answer", "Caller", "Context", "Endpoint", "ServerConte
 REQUEST_ID = "x-request-id"
 """Metadata key of the request id; a client may set it, and the server returns it."""
 
-_ATTEMPTS = "grpc-previous-rpc-attempts"  # set by transports that retry a request
-
-_SURELY_FEW = 2**15
-"""Size in bytes below which a message's elements are not counted: each element takes two bytes or is a packed
-number.
-"""
-
 _PREFIX = secrets.token_hex(5)
 """Prefix of this process's request ids."""
 
 _VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 Metadata = tuple[tuple[str, str], ...]
+
+M = TypeVar("M", bound="Message")
 
 
 class Answer(NamedTuple):
@@ -113,7 +104,6 @@ class ServerContext:
         logs: the server's log.
         tokens: the known tokens; None if the server requires no token.
         tracing: source of OpenTelemetry spans; None disables tracing.
-        shared_memory: access to the clients' shared memory.
         numbers: counter that numbers requests without an id.
     """
 
@@ -125,7 +115,6 @@ class ServerContext:
     logs: Logs
     tokens: TokenFile | None = None
     tracing: Tracing | None = None
-    shared_memory: SharedMemory = field(default_factory=SharedMemory)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def call(self, context: Context, client: str) -> tuple[Call, Metadata]:
@@ -133,15 +122,12 @@ class ServerContext:
         remaining = context.time_remaining()
         deadline = None if remaining is None else monotonic() + remaining
         request_id: str | None = None
-        retried: Metadata = ()
         for key, value in context.invocation_metadata():
             if key == REQUEST_ID and _VALID_ID.fullmatch(str(value)):
                 request_id = str(value)
-            elif key == _ATTEMPTS:
-                retried = ((RETRIED, str(value)),)
         if request_id is None:
             request_id = f"{_PREFIX}-{next(self.numbers)}"
-        return Call(request_id, client, self.admission, context, deadline), ((REQUEST_ID, request_id), *retried)
+        return Call(request_id, client, self.admission, context, deadline), ((REQUEST_ID, request_id),)
 
     def client(self, context: Context, *, open_to_all: bool = False) -> str:
         """Return the caller's name, taken from its token, else its certificate, else its address without the port.
@@ -168,50 +154,35 @@ class ServerContext:
                     return str(value.decode(errors="replace"))
         return host_of(context.peer())
 
-    def parse(self, kind: type[Message], raw: bytes, call: Call) -> Message:
-        """Count the elements of a request and parse it.
+    def parse(self, kind: type[M], raw: bytes, call: Call, *, bulky: bool) -> M:
+        """Parse a request; ``bulky`` requests may have more bytes besides large tensors than limits.message_bytes.
 
         Raises:
             DecodeError: the bytes are not a message of this kind.
             LimitExceededError: the request has more bytes than a limit that was lowered since the start (the transport
-                enforces the initial limit), or more fields and numbers than any request within the limits can have.
+                enforces the initial limit), or too many bytes that are not in large tensors.
         """
         limits = self.config.limits
         if len(raw) > limits.request_bytes:
             raise LimitExceededError(f"request: got {len(raw)} bytes, want <= {limits.request_bytes}")
         call.request_bytes = len(raw)
-        if len(raw) > _SURELY_FEW:
-            check_elements(kind, raw, limits)
         began = perf_counter()
-        message = parsed(kind, raw)
+        marked = call.beside.marked(kind, raw)
+        if not bulky:
+            check("message_bytes", len(marked), limits)
+        message = kind.FromString(marked)
         call.stages.append(("decode", perf_counter() - began))
         return message
-
-    def share(self, raw: bytes, request: Message, call: Call) -> None:
-        """Open the shared memory that a request names; its size is checked before any byte is read.
-
-        Raises:
-            LimitExceededError: the request names more bytes, or has more documents or parts, than the limits allow.
-            ServiceOverloadedError: the running requests hold too many bytes.
-            UnsupportedError: the request wants its answer in shared memory, which is disabled on this server.
-            InvalidInputError: the shared memory for the answer cannot be opened.
-        """
-        if mentions(raw, self.shared_memory):
-            size = claimed(request, self.config.limits)
-            check("shared_bytes", size, self.config.limits)
-            call.hold(size)
-        call.memory = Exchange(self.shared_memory, request, raw)
 
     def encode(self, response: Message, call: Call) -> bytes:
         """Serialize the answer.
 
         Raises:
             LimitExceededError: the answer has more bytes than the limit allows.
-            OutputError: the tensors of the answer do not fit into the shared memory.
         """
         call.checkpoint()
         began = perf_counter()
-        raw = call.memory.serialize(response)
+        raw = call.beside.serialize(response)
         call.stages.append(("encode", perf_counter() - began))
         if len(raw) > self.config.limits.response_bytes:
             raise LimitExceededError(f"response: got {len(raw)} bytes, want <= {self.config.limits.response_bytes}")
@@ -253,7 +224,6 @@ class Endpoint:
     def __init__(self, method: Method, server: ServerContext) -> None:
         self.method, self._server = method, server
         self._path = f"{method.service}/{method.name}"
-        self._open = f"/{self._path}" in OPEN
         self._metrics = MethodMetrics(server.metrics, method.name)
 
     def renew(self, method: Method, server: ServerContext) -> None:
@@ -268,7 +238,7 @@ class Endpoint:
         """
         server, method = self._server, self.method
         try:
-            client = server.client(context, open_to_all=self._open)
+            client = server.client(context)
         except ServiceUnauthenticatedError as error:
             return Answer(failed=server.failed(error, "", method.name))
         call, metadata = server.call(context, client)
@@ -278,12 +248,9 @@ class Endpoint:
         raw = answer = b""
         status = "CANCELLED"
         try:
-            if method.admitted:
-                server.admission.arrive()
-                server.rates.take(client)
-                call.admit(server.admission.calls)
-            else:
-                call.admit(server.admission.checks)
+            server.admission.arrive()
+            server.rates.take(client)
+            call.admit(server.admission.calls)
             raw = server.transit.request(requests, context)
             plain = None if method.plain is None else call.plain(method.plain, raw)
             answer = self._parsed(raw, call) if plain is None else plain
@@ -313,7 +280,6 @@ class Endpoint:
         """Parse a request, call the method, and serialize the answer."""
         server, method = self._server, self.method
         call.hold(len(raw))
-        request, response = server.parse(method.request, raw, call), method.response()
-        server.share(raw, request, call)
+        request, response = server.parse(method.request, raw, call, bulky=method.bulky), method.response()
         method.run(request, response, call)
         return server.encode(response, call)

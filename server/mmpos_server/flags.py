@@ -1,4 +1,4 @@
-"""Define the command-line flags and the objects built from them: addresses, settings, memory and metrics page."""
+"""Define the command-line flags and the objects built from them: addresses, settings and metrics page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from mmpos_server.access import TlsFiles
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.listening import Listen, Uds, inherits
 from mmpos_server.page import exposed
-from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.telemetry import ProcessMetrics
 
 __all__ = ["Flags", "LogFormat", "LogLevel"]
@@ -76,14 +75,6 @@ class Flags:
         Path | None,
         _flag("File with lines NAME TOKEN, read again when it changes; calls must then carry a token.", metavar="FILE"),
     ] = None
-    shared_memory: Annotated[
-        str | None,
-        _flag(
-            "Accept tensors in shared memory objects named PREFIX…, from clients on this machine.",
-            metavar="PREFIX",
-            default="off",
-        ),
-    ] = None
     notice_seconds: Annotated[
         float,
         _flag("Seconds to serve after SIGTERM while health is NOT_SERVING, so that load balancers notice.", min=0),
@@ -111,16 +102,6 @@ class Flags:
     def settings(self) -> ServerConfig:
         """Read the settings from the file."""
         return load(self.config)
-
-    def memory(self) -> SharedMemory:
-        """Return the access to the clients' shared memory.
-
-        Raises:
-            InvalidInputError: the prefix is wrong, or other machines can reach the server.
-        """
-        memory = SharedMemory(self.shared_memory)
-        memory.check(self.listen)
-        return memory
 
     @contextmanager
     def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:

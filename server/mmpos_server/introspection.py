@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from functools import lru_cache
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -19,11 +18,9 @@ from mmpos_server.methods import NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from google.protobuf.message import Message
-
     from mmpos_server.endpoints import Context, ServerContext
 
-__all__ = ["HEALTH", "REFLECTION", "Health", "Introspection", "one_pool"]
+__all__ = ["HEALTH", "REFLECTION", "Health", "Introspection"]
 
 
 HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -104,13 +101,12 @@ class Introspection:
     Args:
         health: health of the services.
         services: the full names of the services that reflection lists.
-        pool: the descriptors of these services.
         server: state that the methods share.
     """
 
-    def __init__(self, health: Health, services: Iterable[str], pool: DescriptorPool, server: ServerContext) -> None:
+    def __init__(self, health: Health, services: Iterable[str], server: ServerContext) -> None:
         self._health, self.server = health, server
-        self._servicer = reflection.ReflectionServicer(services, pool)
+        self._servicer = reflection.ReflectionServicer(services)
         # Cache answers: descriptors do not change, and answering a query takes 200 times as long as a lookup.
         self._described = lru_cache(maxsize=1024)(self._describe)
 
@@ -180,20 +176,3 @@ class Introspection:
     def _failed(self, error: Exception, method: str) -> Answer:
         failed = self.server.failed(error, "", method)
         return Answer(b"", failed.metadata, failed)
-
-
-def one_pool(messages: Iterable[type[Message]]) -> DescriptorPool:
-    """Build a descriptor pool from the files of these messages, their imports, and health and reflection."""
-    pool, added = DescriptorPool(), set[str]()
-
-    def add(file: Any) -> None:
-        if file.name in added:
-            return
-        added.add(file.name)
-        for imported in file.dependencies:
-            add(imported)
-        pool.AddSerializedFile(file.serialized_pb)
-
-    for file in (*(message.DESCRIPTOR.file for message in messages), health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-        add(file)
-    return pool

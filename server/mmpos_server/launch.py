@@ -108,7 +108,7 @@ class Running:
     def __init__(self, options: Flags, listen: Listen, config: ServerConfig, logs: Logs) -> None:
         self._options, self._logs = options, logs
         self._tracing = _tracing() if options.otel else None
-        self.server = Server(config, listen, logs=logs, shared_memory=options.memory(), tracing=self._tracing)
+        self.server = Server(config, listen, logs=logs, tracing=self._tracing)
         if options.preload:
             from mmpos_server.rotary_service import preload
 

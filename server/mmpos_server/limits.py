@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from mmpos.errors import LimitExceededError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import FIRST_TOKEN
-from mmpos.rpc.elements import count_elements
 from mmpos.rpc.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery
 from mmpos.segments.kinds import AUDIO, CLIP, PAD, TEXT, THUMBNAIL, TILE
@@ -19,20 +17,16 @@ from mmpos.support.checks import IntArray
 from mmpos_server.config import Limits
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from mmpos_server.call import Call
 
 __all__ = [
     "MAX_VIEWS",
     "check",
     "check_answer",
-    "check_elements",
     "check_message",
     "check_reply",
     "check_segments",
     "check_table",
-    "check_tensors",
     "check_view",
     "check_views",
     "dense_bytes",
@@ -40,9 +34,6 @@ __all__ = [
 
 MAX_VIEWS = 16
 """Maximum number of views in a query."""
-
-_ELEMENTS, _MORE_ELEMENTS = 10, 2**16
-"""Maximum number of fields and numbers per part or segment, rounded up, and in the rest of a message."""
 
 
 def check(name: str, got: float, limits: Limits) -> None:
@@ -66,22 +57,6 @@ def _refuse(name: str, got: float, most: int) -> None:
     raise LimitExceededError(f"{name}: got {got:.0f}, want at most {most} in one request to this server")
 
 
-def check_elements(kind: type[Message], raw: bytes, limits: Limits) -> None:
-    """Check the number of fields and numbers in a message against the limits, before it is parsed.
-
-    Raises:
-        LimitExceededError: the message has more fields and numbers than any request within the limits can have.
-        DecodeError: the bytes are not a message.
-    """
-    most = _ELEMENTS * (limits.documents + limits.segments) + _MORE_ELEMENTS
-    got = count_elements(kind, raw, most)
-    if got > most:
-        raise LimitExceededError(
-            f"request: got {got} fields and numbers or more, want at most {most} "
-            f"for {limits.documents} documents and {limits.segments} segments"
-        )
-
-
 def check_message(message: PositionsQuery, limits: Limits) -> None:
     """Check the lists in a query against the limits before they are converted to arrays."""
     source = message.WhichOneof("source")
@@ -89,13 +64,14 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
         check("segments", len(message.segments.kind), limits)
         check("documents", len(message.segments.segments_per_document), limits)
     elif source == "spans":
-        check("images", len(message.spans.offsets), limits)
+        check("images", max(len(message.spans.offsets), len(message.spans.seconds_per_frame)), limits)
         check("documents", len(message.spans.lengths), limits)
     elif source == "input_ids":
         ids = message.input_ids
         rows = ids.input_ids.shape[0] if len(ids.input_ids.shape) == 2 else max(len(ids.cu_seqlens) - 1, 1)
         check("documents", rows, limits)
         check("images", (len(ids.image_grid_thw) + len(ids.video_grid_thw)) // 3, limits)
+        check("images", len(ids.seconds_per_frame), limits)
     check_views(len(message.views))
 
 
@@ -150,26 +126,10 @@ def check_answer(size: float, limits: Limits, call: Call) -> None:
     call.answer_bytes += size
 
 
-def check_tensors(sizes: Sequence[float], limits: Limits, call: Call) -> None:
-    """Check an answer's tensors, before they are computed, against the client's memory or the limit for replies.
-
-    Args:
-        sizes: size of each tensor in bytes.
-        limits: the server's limits.
-        call: the call to answer.
-    """
-    if call.memory.answers:
-        call.memory.expect(sizes)
-    else:
-        check_answer(sum(sizes), limits, call)
-
-
 def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, call: Call) -> None:
     """Check the size of a reply with positions against the limit before the reply is computed."""
-    if dense is None:
-        check_answer(positions.table.nbytes + positions.documents.nbytes, limits, call)
-    else:
-        check_tensors([dense_bytes(positions, dense)], limits, call)
+    table_bytes = positions.table.nbytes + positions.documents.nbytes
+    check_answer(table_bytes if dense is None else dense_bytes(positions, dense), limits, call)
 
 
 def dense_bytes(positions: PositionTable, dense: Dense) -> int:

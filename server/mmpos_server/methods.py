@@ -20,7 +20,7 @@ from mmpos.errors import (
     ServiceUnavailableError,
     UnsupportedError,
 )
-from mmpos.rpc.errors import OUTPUT_BYTES, RETRY_AFTER, OutputError, put_error, shortened, to_status
+from mmpos.rpc.errors import RETRY_AFTER, put_error, shortened, to_status
 from mmpos.rpc.tensors import required
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class Method:
         response: message type of the response.
         run: function that writes the response to a request.
         twin: the streaming form of the method.
-        admitted: whether a call needs a slot; liveness and readiness do not.
         plain: faster path for plain requests, or None.
+        bulky: whether requests consist of texts and images, which limits.message_bytes does not bound.
     """
 
     service: str
@@ -101,8 +101,8 @@ class Method:
     response: type[Message]
     run: Run
     twin: Twin | None = None
-    admitted: bool = True
     plain: Answering | None = None
+    bulky: bool = False
 
 
 def queried(run: Run, field: str) -> Run:
@@ -206,8 +206,6 @@ def failure(error: Exception, request_id: str) -> Failure:
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(shown, ServiceOverloadedError):
         metadata = ((RETRY_AFTER, str(max(1, round(1000 * shown.retry_after)))),)
-    if isinstance(shown, OutputError):
-        metadata = ((OUTPUT_BYTES, str(shown.needed)),)
     return Failure(status, shortened(message), metadata)
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_ANSWER", "SMALL_BYTES", "SMALL_SEGMENTS", "PlainQueries"]
 
 SMALL_BYTES, SMALL_SEGMENTS, SMALL_ANSWER = 2**18, 2**14, 2**21
-"""Bounds for small work: bytes of the request and its shared memory, segments, bytes of the dense answer. The call's
-own thread does small work; larger work waits for a thread from a pool.
+"""Bounds for small work: bytes of the request, segments, bytes of the dense answer. The call's own thread does small
+work; larger work waits for a thread from a pool.
 """
 
 _MOST_SETTINGS = 64
@@ -42,7 +42,7 @@ class PlainQueries:
     """
 
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
-        self._profiles, self._most_bytes = profiles, min(SMALL_BYTES, limits.request_bytes)
+        self._profiles, self._most_bytes = profiles, min(SMALL_BYTES, limits.message_bytes, limits.request_bytes)
         self._known: dict[bytes, _Settings | None] = {}
         segments = min(limits.segments, SMALL_SEGMENTS)
         most = limits.documents, segments, limits.tokens, limits.images, SMALL_ANSWER, limits.response_bytes

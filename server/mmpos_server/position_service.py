@@ -52,7 +52,7 @@ class PositionService:
 
         def write(query: PositionsQuery, positions: PositionTable) -> None:
             check_reply(positions, query.dense, self._limits, call)
-            put_result(answer, PositionsResult.of(positions, query.dense), call.memory)
+            put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
 
         self.answer(lambda: self._read(message, call), write, call)
 
@@ -93,7 +93,7 @@ class PositionService:
         with call.stage("read"):
             check_message(message, self._limits)
             profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            return complete(get_query("query", message, call.memory), profile, named=message.HasField("profile"))
+            return complete(get_query("query", message, call.beside), profile, named=message.HasField("profile"))
 
     def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
         """Return the position table of a query and its number of images; check the limits before each step."""
@@ -113,7 +113,7 @@ class PositionService:
 
 def is_small(call: Call) -> bool:
     """Return whether a call's request is small enough to be read in this thread."""
-    return max(call.request_bytes, call.held) <= SMALL_BYTES
+    return call.request_bytes <= SMALL_BYTES
 
 
 def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> PositionsQuery:

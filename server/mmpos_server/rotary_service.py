@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +16,7 @@ from mmpos.rpc.tensors import enum, get_torch, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
 from mmpos.support.extras import pip_install
 from mmpos_server.config import Limits, Profiles
-from mmpos_server.exchange import Views
-from mmpos_server.limits import check, check_answer, check_tensors
+from mmpos_server.limits import check, check_answer
 from mmpos_server.position_service import is_small
 
 if TYPE_CHECKING:
@@ -26,9 +24,8 @@ if TYPE_CHECKING:
 
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos_server.call import Call
-    from mmpos_server.shared_memory import Data
 
-__all__ = ["RotaryService", "check_head_dim", "device", "has_torch", "preload", "require_torch"]
+__all__ = ["RotaryService", "device", "has_torch", "preload", "require_torch"]
 
 MAX_HEAD_DIM = 1024
 """Largest head_dim, which is limited because frequencies are computed pair by pair in exact arithmetic."""
@@ -76,10 +73,7 @@ class RotaryService:
             rotary = self._rotary(message.rotary)
             positions, tokens = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _TABLES)
-            numbers = float(tokens * rotary.rotary_dim * (rotary.own_heads or 1))
-            call.memory.expect([4 * numbers])  # some layouts need twice this memory
-            if not call.memory.answers:
-                check_answer(8 * numbers, self._limits, call)
+            check_answer(8.0 * tokens * rotary.rotary_dim * (rotary.own_heads or 1), self._limits, call)
         call.checkpoint()
         with call.stage("rotate"):
             from mmpos.rotary import angles, cos_sin
@@ -88,10 +82,10 @@ class RotaryService:
         call.checkpoint()
         with call.stage("write"):
             if isinstance(result, tuple):
-                put_tensor(answer.cos, result[0], call.memory)
-                put_tensor(answer.sin, result[1], call.memory)
+                put_tensor(answer.cos, result[0], call.beside)
+                put_tensor(answer.sin, result[1], call.beside)
             else:
-                put_tensor(answer.cache, result, call.memory)
+                put_tensor(answer.cache, result, call.beside)
 
     def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
         require_torch()
@@ -99,64 +93,35 @@ class RotaryService:
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"), call)
             layout = enum("", message, "layout", _LAYOUTS)
-            sizes = [call.memory.holds(x) for x in (message.q, message.k)]
-            check_tensors(sizes, self._limits, call)
-            rooms = call.memory.room(sizes)
-            # Tensors that are rotated in place must be copies.
-            memory = call.memory if rooms is None else Views(call.memory)
-            q = get_torch("q", required("", message, "q"), memory)
-            k = get_torch("k", message.k, memory) if message.HasField("k") else None
-            outs = None if rooms is None else _outs(q, k, rooms)
-        q, k = self.rotate_tensors(q, k, positions, rotary, call, layout=layout, conjugate=message.conjugate, outs=outs)
-        with call.stage("write"):
-            put_tensor(answer.q, q, call.memory)
-            if k is not None:
-                put_tensor(answer.k, k, call.memory)
-
-    def rotate_tensors(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        positions: PositionTable | Tensor,
-        rotary: Rotary,
-        call: Call,
-        *,
-        layout: Layout | None,
-        conjugate: bool,
-        outs: tuple[Tensor, Tensor | None] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rotate q and k, on an accelerator if available, in place or into other tensors in CPU memory."""
-        from mmpos.rotary.apply import rotate_into
-
-        target = _device_of_torch()
+            check_answer(sum(len(call.beside.data(x)) for x in (message.q, message.k)), self._limits, call)
+            q = get_torch("q", required("", message, "q"), call.beside)
+            k = get_torch("k", message.k, call.beside) if message.HasField("k") else None
         call.checkpoint()
         with call.stage("rotate"):
-            q, k = on_device = q.to(target), None if k is None else k.to(target)
-            into = on_device if outs is None or target != "cpu" else outs
-            rotate_into(into, q, k, positions, rotary, layout=layout, conjugate=conjugate)
-            if outs is not None and into is not outs:
-                for out, rotated in zip(outs, into, strict=True):
-                    if out is not None and rotated is not None:
-                        out.copy_(rotated)
+            from mmpos.rotary.apply import rotate_into
+
+            target = _device_of_torch()
+            q, k = q.to(target), None if k is None else k.to(target)
+            rotate_into((q, k), q, k, positions, rotary, layout=layout, conjugate=message.conjugate)
         call.checkpoint()
-        return into if outs is None else outs
+        with call.stage("write"):
+            put_tensor(answer.q, q, call.beside)
+            if k is not None:
+                put_tensor(answer.k, k, call.beside)
 
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":
-            check_head_dim(message.rotary.head_dim)
+            if message.rotary.head_dim > MAX_HEAD_DIM:
+                raise LimitExceededError(f"rotary.head_dim: got {message.rotary.head_dim}, want at most {MAX_HEAD_DIM}")
             message.rotary.DiscardUnknownFields()  # unknown fields may have any size, and the cache would keep them
             return _parsed(message.rotary.SerializeToString(deterministic=True))
-        return self.rotary(message.profile if message.HasField("profile") else None)
-
-    def rotary(self, name: str | None) -> Rotary:
-        """Return the rotation of a profile or, for None, of the default profile."""
-        profile = self._profiles.get(name)
+        profile = self._profiles.get(message.profile if message.HasField("profile") else None)
         if profile.rotary is None:
             raise InvalidInputError(f"rotary: the request and its profile {profile.name!r} have no rotation")
         return profile.rotary
 
     def _positions(self, message: pb.RotaryPositions, call: Call) -> tuple[PositionTable | Tensor, int]:
-        positions = get_rotary_positions("positions", message, call.memory)
+        positions = get_rotary_positions("positions", message, call.beside)
         if isinstance(positions, PositionTable):
             check("tokens", positions.num_tokens, self._limits)
             return positions, positions.num_tokens
@@ -164,24 +129,10 @@ class RotaryService:
         return positions, math.prod(positions.shape[1:])
 
 
-def _outs(q: Tensor, k: Tensor | None, rooms: Sequence[Data]) -> tuple[Tensor, Tensor | None]:
-    """View the memory for an answer's tensors as tensors shaped like q and k."""
-    import torch
-
-    room_q, room_k = (torch.from_numpy(room) for room in rooms)
-    return room_q.view(q.dtype).view(q.shape), None if k is None else room_k.view(k.dtype).view(k.shape)
-
-
 @lru_cache(maxsize=64)
 def _parsed(message: bytes) -> Rotary:
     """Parse and cache a rotation: its frequencies take milliseconds to compute, and clients repeat their settings."""
     return get_rotary("rotary", pb.Rotary.FromString(message))
-
-
-def check_head_dim(head_dim: int) -> None:
-    """Refuse a head_dim above MAX_HEAD_DIM."""
-    if head_dim > MAX_HEAD_DIM:
-        raise LimitExceededError(f"rotary.head_dim: got {head_dim}, want at most {MAX_HEAD_DIM}")
 
 
 @lru_cache(maxsize=1)

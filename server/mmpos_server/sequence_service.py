@@ -146,11 +146,9 @@ class SequenceService:
             for document in documents:
                 call.checkpoint()
                 size.add(document, builder, call, patches=patches)
-            call.memory.expect([size.patch_bytes])  # ids are small, and text is not tokenised yet
             check("pixels", size.pixels, self._limits)
             check("tokens", size.tokens, self._limits)
-            reply = 0 if call.memory.answers else 4 * size.tokens + size.patch_bytes
-            check_answer(reply, self._limits, call)
+            check_answer(4 * size.tokens + size.patch_bytes, self._limits, call)
             check("segments", size.frames, self._limits)
             return documents
 
@@ -189,7 +187,7 @@ class SequenceService:
             if isinstance(document.outcome, MmposError):
                 put_error(result.error, document.outcome)
             elif document.outcome is not None:
-                put_sequence(result.sequence, document.outcome, call.memory)
+                put_sequence(result.sequence, document.outcome, call.beside)
             document.outcome = None
 
 
@@ -218,7 +216,7 @@ def _images(document: pb.Document) -> int:
 
 def _read(message: pb.Document, call: Call) -> PendingDocument:
     try:
-        return PendingDocument(get_parts("", message, call.memory))
+        return PendingDocument(get_parts("", message, call.beside))
     except MmposError as error:
         return PendingDocument(outcome=error)
 

@@ -1,4 +1,4 @@
-"""Collect all methods of the server: mmpos's services, GetInfo, and the Open Inference Protocol."""
+"""Collect all methods of the server."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmpos.rpc.positions import parameters, put_placeholders
-from mmpos.rpc.tensors import process_space
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.schemes import SCHEMES, Scheme
 from mmpos.support.info import version
 from mmpos_server.config import Limits, Profile, Profiles
-from mmpos_server.inference.methods import OpenInference
-from mmpos_server.inference.models import Positions, Sequences
-from mmpos_server.inference.rotate import Rotate
 from mmpos_server.limits import MAX_VIEWS
 from mmpos_server.methods import Method, Run, queried, streamed
 from mmpos_server.plain import PlainQueries
 from mmpos_server.position_service import PositionService
 from mmpos_server.rotary_service import RotaryService, device
 from mmpos_server.sequence_service import SequenceService
-from mmpos_server.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from mmpos_server.call import Call
@@ -31,11 +26,10 @@ __all__ = ["methods", "place_method"]
 PACKAGE = "mmpos.rpc.v1"
 
 
-def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
-    """Return all methods of a server with these profiles, limits and shared memory."""
+def methods(profiles: Profiles, limits: Limits) -> list[Method]:
+    """Return all methods of a server with these profiles and limits."""
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
-    models = Sequences(sequences, limits), Positions(positions, limits), Rotate(rotary, limits)
 
     def get_info(message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         answer.version, answer.device = version(), device()
@@ -46,8 +40,6 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
         answer.limits.views = MAX_VIEWS
         for profile in profiles:
             _put_profile(answer.profiles.add(), profile)
-        if memory.prefix is not None:
-            answer.shared_memory_prefix, answer.shared_memory_processes = memory.prefix, process_space()
 
     return [
         place_method(positions.place, PlainQueries(profiles, limits)),
@@ -55,7 +47,6 @@ def methods(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Me
         _method("Rotary", "CosSin", rotary_pb2, rotary.cos_sin),
         _method("Rotary", "Rotate", rotary_pb2, rotary.rotate),
         _method("Info", "GetInfo", info_pb2, get_info),
-        *OpenInference(models, profiles, limits, memory).methods(),
     ]
 
 
@@ -75,7 +66,7 @@ def _method(service: str, name: str, messages: Any, run: Run, *, stream: bool = 
         # Items do not run in parallel: placing one takes no longer than handing it to another thread.
         twin = streamed(f"Stream{name}", request, response, run, side_by_side=name == "Build")
     request, response = (getattr(messages, f"{name}{kind}") for kind in ("Request", "Response"))
-    return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin)
+    return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin, bulky=name == "Build")
 
 
 def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:

@@ -243,9 +243,8 @@ class StreamEndpoint:
     def _outcome(self, raw: bytes, call: Call) -> tuple[bytes, str]:
         """Return the answer to one item and the item's status."""
         twin, server = self._twin, self.server
-        request, response = server.parse(twin.request, raw, call), twin.response()
+        request, response = server.parse(twin.request, raw, call, bulky=self.method.bulky), twin.response()
         try:
-            server.share(raw, request, call)
             twin.run(request, response, call)
             return server.encode(response, call), "OK"
         except ServiceTimeoutError:

@@ -67,7 +67,6 @@ def supervise(options: Flags) -> None:
         # Report errors in files once instead of once per worker.
         config = options.settings()
         Profiles.from_config(config)
-        options.memory()
         if listen.tls:
             listen.tls.read()
         if listen.token_file:

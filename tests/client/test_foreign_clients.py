@@ -202,7 +202,7 @@ def test_large_answers_require_the_documented_limit(server: str, page: Page) -> 
 
 def curl(server: str, method: str, request: object) -> tuple[int, Any]:
     command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--data", json.dumps(request)]
-    url = f"http://{server}/{method if method.startswith('inference.') else f'mmpos.rpc.v1.{method}'}"
+    url = f"http://{server}/mmpos.rpc.v1.{method}"
     completed = subprocess.run([*command, url], capture_output=True, text=True, check=False, timeout=60)
     return completed.returncode, json.loads(completed.stdout or completed.stderr)
 
@@ -219,26 +219,8 @@ def test_buf_places_spans(server: str) -> None:
     assert answer == {"positions": {"nextPositions": ["16"], "deltas": ["5"], "cuSeqlens": [0, 11]}}
 
 
-def test_buf_lists_the_services_of_both_protocols(server: str) -> None:
+def test_buf_lists_the_services(server: str) -> None:
     command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--list-services"]
     completed = subprocess.run([*command, f"http://{server}"], capture_output=True, text=True, check=True, timeout=60)
     ours = {f"mmpos.rpc.v1.{name}Service" for name in ("Info", "Position", "Rotary", "Sequence")}
-    assert {*ours, "inference.GRPCInferenceService"} <= set(completed.stdout.split())
-
-
-def test_buf_queries_a_model_over_the_open_inference_protocol(server: str) -> None:
-    tensors = {"lengths": ["11"], "offsets": ["3"], "grid_thw": ["1", "2", "3"]}
-    inputs = [
-        {
-            "name": name,
-            "datatype": "INT64",
-            "shape": [1, 3] if name == "grid_thw" else [1],
-            "contents": {"int64Contents": values},
-        }
-        for name, values in tensors.items()
-    ]
-    request = {"modelName": "positions", "inputs": inputs, "outputs": [{"name": "position_ids"}]}
-    code, answer = curl(server, "inference.GRPCInferenceService/ModelInfer", request)
-    ids = np.frombuffer(base64.b64decode(answer["rawOutputContents"][0]), "<i4").reshape(2, 11)
-    assert (code, answer["outputs"]) == (0, [{"name": "position_ids", "datatype": "INT32", "shape": ["2", "11"]}])
-    assert ids.tolist() == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
+    assert ours <= set(completed.stdout.split())

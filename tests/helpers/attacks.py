@@ -17,7 +17,7 @@ import grpc
 import hostile_images as hostile
 from h2.exceptions import H2Error
 from http2 import Connection, message
-from message_strategies import INFER, REQUESTS, STREAMS, corpus
+from message_strategies import REQUESTS, STREAMS, corpus
 from mutations import image_files, mutate
 from PIL import Image
 
@@ -37,20 +37,8 @@ OTHERS = [
     HEALTH,
     "/mmpos.rpc.v1.InfoService/GetInfo",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    *(
-        f"/inference.GRPCInferenceService/{name}"
-        for name in ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig")
-    ),
-    *(
-        f"/inference.GRPCInferenceService/{kind}SharedMemory{verb}"
-        for kind in ("System", "Cuda")
-        for verb in ("Status", "Register", "Unregister")
-    ),
 ]
-UNARY = {
-    **{f"/mmpos.rpc.v1.{method}": method for method in REQUESTS},
-    f"/inference.GRPCInferenceService/{INFER}": INFER,
-}
+UNARY = {f"/mmpos.rpc.v1.{method}": method for method in REQUESTS}
 """Methods with messages, and the names of their corpora."""
 
 
@@ -187,8 +175,8 @@ def streams(address: str, chance: random.Random, tally: Tally) -> None:
     """Open streams of malformed items, some beginning with an invalid message, and reset some of the streams."""
     paths = [f"/mmpos.rpc.v1.{method}" for method in STREAMS]
     for _ in range(6):
-        path = chance.choice([*paths, "/inference.GRPCInferenceService/ModelStreamInfer"])
-        base = "/inference.GRPCInferenceService/ModelInfer" if "Infer" in path else path.replace("/Stream", "/")
+        path = chance.choice(paths)
+        base = path.replace("/Stream", "/")
         left = 0
         try:
             with Connection(address) as connection:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,12 +14,9 @@ from hostile_images import encoded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from shared_objects import PREFIX
-from tritonclient.utils import np_to_triton_dtype
 
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import SCHEMES
-from mmpos_server.inference import open_inference_pb2
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -42,12 +38,7 @@ STREAMS: Mapping[str, tuple[type[Any], type[Any]]] = {
 
 Fields = dict[str, object]
 
-OBJECT = f"/{PREFIX}object"
-"""Key of the shared memory object that messages name; it holds zeros if a test creates it."""
-
-_NAMES = st.sampled_from(
-    ["", OBJECT, "default", "bytes", "floor", "raster", "merged", "yarn", "linear", "axial", *SCHEMES]
-)
+_NAMES = st.sampled_from(["", "default", "bytes", "floor", "raster", "merged", "yarn", "linear", "axial", *SCHEMES])
 _EDGES = st.sampled_from([0, 1, 2, 3, 4, 255, 256, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -1, -(2**31), -(2**63)])
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan")]) | st.floats()
 # Without these fields, no other field has an effect; other tests leave them out.
@@ -227,46 +218,12 @@ def tables(rotate: rotary_pb2.RotateRequest) -> rotary_pb2.CosSinRequest:
     return rotary_pb2.CosSinRequest(positions=rotate.positions, rotary=rotate.rotary)
 
 
-_parts_of_objects = st.builds(
-    tensor_pb2.SharedMemory,
-    key=st.sampled_from([OBJECT] * 9 + [f"{OBJECT}-not"]),
-    offset=st.integers(0, 9),
-    byte_size=st.sampled_from([4096] * 9 + [1]),
-)
-
-
-def _tensors(message: Message) -> Iterator[tensor_pb2.Tensor]:
-    """Yield all tensors in a message."""
-    if isinstance(message, tensor_pb2.Tensor):
-        yield message
-        return
-    for field, value in message.ListFields():
-        if field.message_type is not None:
-            for entry in value if field.is_repeated else [value]:
-                yield from _tensors(entry)
-
-
-@st.composite
-def sharing(draw: st.DrawFn, requests: st.SearchStrategy[M]) -> M:
-    """Draw one of these requests, sometimes with input or output tensors in shared memory."""
-    request = draw(requests)
-    for message in _tensors(request):
-        if message.data and draw(st.booleans()):
-            message.shared.CopyFrom(draw(_parts_of_objects))
-            message.shared.byte_size = len(message.data)
-            message.ClearField("data")
-    holder: Any = getattr(request, "query", request)
-    if draw(st.booleans()):
-        holder.output.CopyFrom(draw(_parts_of_objects))
-    return request
-
-
 LIKELY: Mapping[str, st.SearchStrategy[Any]] = {
     "InfoService/GetInfo": st.just(info_pb2.GetInfoRequest()),
-    "PositionService/Place": places() | sharing(places()),
-    "SequenceService/Build": builds() | sharing(builds()),
-    "RotaryService/CosSin": rotations().map(tables) | sharing(rotations().map(tables)),
-    "RotaryService/Rotate": rotations() | sharing(rotations()),
+    "PositionService/Place": places(),
+    "SequenceService/Build": builds(),
+    "RotaryService/CosSin": rotations().map(tables),
+    "RotaryService/Rotate": rotations(),
 }
 """Mostly valid requests, by call."""
 
@@ -287,46 +244,8 @@ def for_each(strategy: st.SearchStrategy[T], number: int, function: Callable[[T]
     once()
 
 
-INFER = "ModelInfer"
-"""The call of the Open Inference Protocol."""
-
-
 def corpus(method: str, number: int) -> list[bytes]:
     """Encode mostly valid messages, for tests to mutate."""
-    if method == INFER:
-        return inferences()
     requests: list[bytes] = []
     for_each(LIKELY[method], number, lambda request: requests.append(request.SerializeToString()))
     return requests
-
-
-def inferences() -> list[bytes]:
-    """Encode valid requests of the Open Inference Protocol."""
-
-    def request(model: str, **inputs: Any) -> bytes:
-        message = open_inference_pb2.ModelInferRequest(model_name=model, id="7")
-        for name, values in inputs.items():
-            if isinstance(values, np.ndarray):
-                datatype, data = np_to_triton_dtype(values.dtype), values.tobytes()
-            else:
-                datatype, data = "BYTES", b"".join(struct.pack("<I", len(value)) + value for value in values)
-            message.inputs.add(name=name, datatype=datatype, shape=np.shape(values))
-            message.raw_input_contents.append(data)
-        return message.SerializeToString()
-
-    spans = {"lengths": np.array([11]), "offsets": np.array([3]), "grid_thw": np.array([[1, 2, 3]])}
-    ids = {"input_ids": np.array([[0, 5, 6]]), "attention_mask": np.array([[0, 1, 1]])}
-    padded = open_inference_pb2.ModelInferRequest.FromString(request("positions", **ids))
-    padded.parameters["image_token_id"].int64_param = 9
-    viewed = open_inference_pb2.ModelInferRequest.FromString(request("positions", **spans))
-    viewed.parameters["views"].string_param = '[{"window": {"documents": [0], "starts": [4], "lengths": [4]}}]'
-    viewed.parameters["scheme"].string_param = '{"name": "rope-tie", "axes": 3}'
-    viewed.outputs.add(name="position_ids")
-    queries = {"q": np.ones((4, 2, 8), np.float32), "k": np.ones((4, 1, 8), np.float32)}
-    return [
-        request("positions", **spans),
-        padded.SerializeToString(),
-        viewed.SerializeToString(),
-        request("sequences", parts=[b"A photo: ", picture("JPEG")], kinds=[b"text", b"image"]),
-        request("rotate", **queries, position_ids=np.zeros((2, 4), np.int32)),
-    ]

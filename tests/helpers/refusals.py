@@ -12,7 +12,7 @@ from mmpos import InvalidInputError
 _NAME = r"(?:--)?[A-Za-z_][\w-]*(?:\.[\w-]+|\[[^\]]*\])*"
 _SENTENCE = re.compile(
     rf"missing input tensor '|{_NAME} (?:must|requires|cannot be combined with) |{_NAME}.*?: "
-    r"(?:(?:got|want|the|this|no|only|cannot) |scheme '|shared memory requires |memory of |token types of |"
+    r"(?:(?:got|want|the|this|no|only|cannot) |scheme '|memory of |token types of |"
     r".+? (?:is already registered|is in use|is not a socket|requires |cannot be combined with ))",
     re.DOTALL,
 )

@@ -23,7 +23,7 @@ from mmpos_server.services import place_method
 from mmpos_server.telemetry import Logs
 
 SERVICE = "/mmpos.rpc.v1.PositionService"
-PLACE, STREAM, READY = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace", f"{SERVICE}/Ready"
+PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 LARGE = 2 * 2**20
@@ -152,9 +152,8 @@ def serving(
     method = place_method(fake.run)
     assert method.twin is not None
     method = replace(method, twin=replace(method.twin, side_by_side=side_by_side))
-    methods = [method, replace(method, name="Ready", twin=None, admitted=False)]
     config = ServerConfig.model_validate({**load().model_dump(), **tables})
-    server = Server(config, **{"methods": lambda *_: methods, **(options or {})})
+    server = Server(config, **{"methods": lambda *_: [method], **(options or {})})
     address, *_ = server.start()
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.enable_retries", 0)]
     try:

@@ -65,7 +65,6 @@ EXTRAS = {
     "client": "from mmpos.client import Client; Client('localhost:1').close()",
     "server": SERVE,
     "server otel": "import mmpos_server.tracing",
-    "serve": "import mmpos_server.ray_serve",
 }
 """A program for each extra that needs no torch; the environments of all tests cover the others."""
 

@@ -19,10 +19,8 @@ from mmpos.rpc.v1 import error_pb2
 SERVE = """
 import json, sys
 from mmpos_server.config import ServerConfig
-from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
-memory = SharedMemory(*sys.argv[2:])
-with running(ServerConfig.model_validate(json.loads(sys.argv[1])), shared_memory=memory) as address:
+with running(ServerConfig.model_validate(json.loads(sys.argv[1]))) as address:
     print(address, flush=True)
     sys.stdin.read()
 """
@@ -78,8 +76,7 @@ class Victim:
     def begin(self, method: str, request: Any) -> Callable[[], Answer]:
         """Send a message and return a function that waits for its answer."""
         raw = request if isinstance(request, bytes) else request.SerializeToString()
-        service = "mmpos.rpc.v1." if "/" in method else "inference.GRPCInferenceService/"
-        call: Any = self.channel.unary_unary(f"/{service}{method}")
+        call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
         future = call.future(raw, timeout=120)
 
         def wait() -> Answer:
@@ -125,16 +122,15 @@ def _failed(error: grpc.RpcError) -> Answer:
 
 
 @contextmanager
-def victim(shared_memory: str | None = None, **tables: dict[str, int]) -> Iterator[Victim]:
+def victim(**tables: dict[str, int]) -> Iterator[Victim]:
     """Run a server while the context is open.
 
     Args:
-        shared_memory: prefix of the shared memory objects that the server accepts; None accepts no objects.
         tables: tables of the server's settings, such as limits.
     """
     profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}  # with Pillow, only rotations import torch
     settings = json.dumps({"profiles": {"default": profile}, **tables})
-    command = [sys.executable, "-c", SERVE, settings, *filter(None, [shared_memory])]
+    command = [sys.executable, "-c", SERVE, settings]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -10,9 +10,8 @@ import pytest
 from google.protobuf.message import DecodeError, EncodeError, Message
 from message_strategies import tensor
 
-from mmpos.errors import UnsupportedError
 from mmpos.rpc import beside
-from mmpos.rpc.beside import Beside, parsed
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.tensors import get_tensor, put_tensor
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 
@@ -32,14 +31,14 @@ TENSORS: dict[Kind, Callable[[Any], list[tensor_pb2.Tensor]]] = {
 
 def parse_beside(kind: Kind, raw: bytes) -> Message | None:
     """Parse a message and put its large tensors back into it; return None if protobuf refuses the message."""
+    kept = Beside()
     try:
-        message = parsed(kind, raw)
+        message = kept.parse(kind, raw)
     except DecodeError:
         return None
-    memory = Beside(raw)
     for large in TENSORS[kind](message):
         if large.data:
-            large.data = bytes(memory.data(large))
+            large.data = bytes(kept.data(large))
     return message
 
 
@@ -71,7 +70,7 @@ def test_valid_and_malformed_messages_are_parsed_as_by_protobuf(
     monkeypatch.setattr(beside, "LEAST_BYTES", 24)
     kind, raw = type(message), message.SerializeToString()
     assert parse_beside(kind, raw) == message
-    assert len(parsed(kind, raw).SerializeToString()) < len(raw)
+    assert len(Beside().parse(kind, raw).SerializeToString()) < len(raw)
     random = np.random.default_rng(len(raw))
     cases = [raw[:size] for size in range(len(raw))] + [raw + raw, raw + raw[: len(raw) // 2], b"\x0b" + raw]
     for _ in range(3000):
@@ -89,55 +88,55 @@ def test_a_message_with_many_fields_is_left_to_protobuf() -> None:
     for fields, result in ((10, 1), (100, 0)):
         # Begin with unknown numeric fields.
         raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()
-        message = parsed(rotary_pb2.RotateRequest, raw)
+        kept = Beside()
+        message = kept.parse(rotary_pb2.RotateRequest, raw)
         assert (len(message.q.data) < 100) == result
-        assert bytes(Beside(raw).data(message.q)) == q.data
+        assert bytes(kept.data(message.q)) == q.data
 
 
 def test_an_endless_number_is_refused_immediately() -> None:
     with pytest.raises(DecodeError):
-        parsed(rotary_pb2.RotateRequest, b"\x08" + b"\xff" * 2**22)
+        Beside().parse(rotary_pb2.RotateRequest, b"\x08" + b"\xff" * 2**22)
 
 
 def test_a_mark_from_another_message_is_treated_as_data() -> None:
     q = tensor(np.arange(2**16, dtype=np.int32), "int32")
-    mark = parsed(tensor_pb2.Tensor, q.SerializeToString()).data
+    mark = Beside().parse(tensor_pb2.Tensor, q.SerializeToString()).data
     assert (len(mark), Beside().data(tensor_pb2.Tensor(data=mark))) == (32, mark)
 
 
 def test_tensors_are_read_in_place() -> None:
     q = np.arange(2**16, dtype=np.int32)
     raw = rotary_pb2.RotateRequest(q=tensor(q, "int32"), k=tensor([1], "int32")).SerializeToString()
-    memory = Beside()
-    message = memory.parse(rotary_pb2.RotateRequest, raw)
-    array = get_tensor("q", message.q, memory=memory)
+    kept = Beside()
+    message = kept.parse(rotary_pb2.RotateRequest, raw)
+    array = get_tensor("q", message.q, beside=kept)
     np.testing.assert_array_equal(array, q, strict=True)
     assert np.shares_memory(array, np.frombuffer(raw, np.uint8))
-    assert (memory.holds(message.q), memory.holds(message.k)) == (4 * 2**16, 4)
-    assert get_tensor("k", message.k, memory=memory).tolist() == [1]
+    assert get_tensor("k", message.k, beside=kept).tolist() == [1]
 
 
-def test_errors_name_the_field_whose_shared_memory_is_refused() -> None:
-    message = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1])
-    message.shared.byte_size = 1
-    with pytest.raises(UnsupportedError, match=r"^q\.shared: got shared memory, want data$"):
-        get_tensor("q", message, memory=Beside())
+def test_a_large_channel_of_an_image_is_sent_in_order() -> None:
+    channel = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)[:, :, 1]
+    message, kept = tensor_pb2.Tensor(), Beside()
+    put_tensor(message, channel, kept)
+    assert tensor_pb2.Tensor.FromString(kept.serialize(message)).data == channel.tobytes()
 
 
 def test_tensors_stay_in_their_messages_if_there_are_many_documents() -> None:
     document: Any = {"parts": [{"token_ids": tensor(np.arange(2**16, dtype=np.int32), "int32")}]}
     raw = sequences_pb2.BuildRequest(query={"documents": [document] * 2}).SerializeToString()  # type: ignore[arg-type]
-    assert parsed(sequences_pb2.BuildRequest, raw) == sequences_pb2.BuildRequest.FromString(raw)
+    assert Beside().parse(sequences_pb2.BuildRequest, raw) == sequences_pb2.BuildRequest.FromString(raw)
 
 
 def test_a_message_of_2_gib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "_MOST_BYTES", 2**17)
     for size, refused in ((2**17 - 100, False), (2**17, True)):
-        message, memory = rotary_pb2.RotateRequest(), Beside()
-        put_tensor(message.q, np.zeros(size, np.uint8), memory)
-        assert memory.size == size
+        message, kept = rotary_pb2.RotateRequest(), Beside()
+        put_tensor(message.q, np.zeros(size, np.uint8), kept)
+        assert kept.size == size
         if refused:
             with pytest.raises(EncodeError):
-                memory.serialize(message)
+                kept.serialize(message)
         else:
-            assert len(memory.serialize(message)) < 2**17
+            assert len(kept.serialize(message)) < 2**17

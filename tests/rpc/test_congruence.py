@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,7 +18,6 @@ from clients import open_client
 from message_strategies import for_each, places
 from PIL import Image
 from results import assert_equal
-from shared_objects import PREFIX, names
 
 import mmpos.rotary
 from mmpos import (
@@ -51,18 +49,16 @@ from mmpos.client import (
     Take,
     View,
     Window,
-    shared_memory,
 )
 from mmpos.rotary import Rotary, YaRN, apply_rotary
+from mmpos.rpc import beside
 from mmpos.rpc.positions import get_query
 from mmpos.rpc.v1 import positions_pb2
 from mmpos.schemes import MRopeQwen25, RopeTieV2, Scheme
 from mmpos.segments import CLIP, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Placeholders, Thumbnail, Tile
 from mmpos_server.config import ServerConfig
-from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.testing import running
 
-LINUX = sys.platform == "linux"
 COFFEE = Path(str(resources.files("mmpos"))) / "photos" / "coffee.jpg"
 PROFILES = """
 [limits]
@@ -108,18 +104,17 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1)
 
 @dataclass(frozen=True)
 class Both:
-    """Calls made by a sync client, an async client and a client that shares memory; their outcomes must be equal."""
+    """Calls made by a sync client and an async client; their outcomes must be equal."""
 
     sync: Client
-    others: tuple[Any, ...]
+    other: Any
 
     def __call__(self, name: str, *arguments: object, profile: str | None = None, **options: object) -> Any:
-        here, *elsewhere = (
+        here, there = (
             _outcome(partial(getattr(client.with_options(profile=profile), name), *arguments, **options))
-            for client in (self.sync, *self.others)
+            for client in (self.sync, self.other)
         )
-        for outcome in elsewhere:
-            assert_equal(here, outcome)
+        assert_equal(here, there)
         if isinstance(here, MmposError):
             raise here
         return here
@@ -130,13 +125,12 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     path = tmp_path_factory.mktemp("config") / "server.toml"
     with (
         pytest.MonkeyPatch.context() as patch,
-        running(ServerConfig.read(PROFILES, path), shared_memory=SharedMemory(PREFIX)) as address,
+        running(ServerConfig.read(PROFILES, path)) as address,
         open_client("sync", address, timeout=60) as sync,
         open_client("async", address, timeout=60) as async_client,
-        open_client("sync", address, timeout=60, shared_memory=2**26 if LINUX else 0) as sharing,
     ):
-        patch.setattr(shared_memory, "LEAST", 1)
-        yield Both(sync, (async_client, sharing))
+        patch.setattr(beside, "LEAST_BYTES", 64)
+        yield Both(sync, async_client)
 
 
 def _outcome(call: Callable[[], object]) -> object:
@@ -258,12 +252,6 @@ def test_queries_match_local_calls(ask: Both, query: PositionsQuery) -> None:
 @pytest.mark.parametrize("query", WRONG)
 def test_invalid_queries_raise_the_local_errors(ask: Both, query: PositionsQuery) -> None:
     assert_equal(_outcome(lambda: ask("query", query)), _outcome(query.run))
-
-
-@pytest.mark.skipif(not LINUX, reason="the test lists objects where Linux keeps them")
-def test_one_client_keeps_its_tensors_in_shared_memory(ask: Both) -> None:
-    ask("query", PositionsQuery(SEGMENTS, dense=Dense()))
-    assert names() != set()
 
 
 def test_random_queries_match_local_calls(ask: Both) -> None:

@@ -516,12 +516,9 @@ def test_calls_are_counted_and_refused_once_the_server_is_about_to_stop(admissio
     assert admission.arrivals == 2
 
 
-def test_a_call_reports_whether_it_is_late_and_whether_its_server_is_stopping(admission: Admission) -> None:
+def test_a_call_reports_whether_it_is_late_and_counts_its_answer(admission: Admission) -> None:
     calls = [Call("id", "a", admission, Transport(), deadline) for deadline in (None, float("inf"), 0.0)]
     assert [call.late for call in calls] == [False, False, True]
-    assert [call.stopping for call in calls] == [False] * 3
-    admission.announced = True
-    assert calls[0].stopping
     calls[0].count(documents=1, tokens=2)
     calls[0].count(documents=1, images=0)
     assert (calls[0].counts, calls[0].trace) == ({"documents": 2, "tokens": 2}, {})

@@ -28,7 +28,6 @@ from mmpos_server.endpoints import Answer
 from mmpos_server.methods import Method
 from mmpos_server.plain import PlainQueries
 from mmpos_server.services import methods
-from mmpos_server.shared_memory import SharedMemory
 
 PROFILES = '[profiles.default]\n[profiles.video]\nscheme = "videorope"\n[profiles.rows]\nscheme = "rows"\n'
 CONFIG = ServerConfig.read(PROFILES)
@@ -45,9 +44,9 @@ CONTEXT: Any = SimpleNamespace(
 )
 
 
-def by_messages(profiles: Profiles, limits: Limits, memory: SharedMemory) -> list[Method]:
+def by_messages(profiles: Profiles, limits: Limits) -> list[Method]:
     """Return the method Place without its path for plain queries."""
-    place = methods(profiles, limits, memory)[0]
+    place = methods(profiles, limits)[0]
     assert place.twin is not None
     return [replace(place, plain=None, twin=replace(place.twin, plain=None))]
 
@@ -148,9 +147,8 @@ NOT_PLAIN: dict[str, bytes] = {
     "no segments": field(1, field(1, b"")),
     "spans": pb.PlaceRequest(query={"spans": {"lengths": [9]}}).SerializeToString(),  # type: ignore[arg-type]
     "a view": query(views=[Decode()]),
-    "an output in shared memory": field(1, field(1, SEGMENTS) + field(11, b"")),
     "an unknown field": field(1, field(1, SEGMENTS)) + field(15, b"\1", 0),
-    "an unknown field of the query": field(1, field(1, SEGMENTS) + field(12, b"")),
+    "an unknown field of the query": field(1, field(1, SEGMENTS) + field(11, b"")),
     "an unknown field of segments": field(1, field(1, SEGMENTS + field(9, b""))),
     "the query twice": field(1, field(1, SEGMENTS)) * 2,
     "all lists twice": field(1, field(1, SEGMENTS * 2)),

@@ -120,8 +120,8 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
         ("[limits]\nrequest_bytes = 4294967296\n", "limits.request_bytes: got 4294967296, want <= 2147483647"),
         (
             "[limits]\ntoken = 1\n",
-            "limits.token: got an unknown field, want one of request_bytes, response_bytes, documents, segments, "
-            "tokens, images, pixels, shared_bytes",
+            "limits.token: got an unknown field, want one of request_bytes, message_bytes, response_bytes, "
+            "documents, segments, tokens, images, pixels",
         ),
         ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, connections, clients, profiles"),
         ("limits = 1\n", "limits: got 1, want a table"),

@@ -10,21 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from google.protobuf.message import DecodeError
 from hypothesis import given
 from message_strategies import picture, places, tensor
 
 from mmpos import Grid, MmposError, SegmentTable, Text
 from mmpos.client import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
-from mmpos.errors import LimitExceededError
 from mmpos.rpc.positions import get_query, put_query
-from mmpos.rpc.tensors import put_tensor
-from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
 from mmpos_server.admission import Admission
 from mmpos_server.call import Call
-from mmpos_server.config import Limits, Profiles, load
-from mmpos_server.exchange import NO_MEMORY
-from mmpos_server.limits import check_elements
+from mmpos_server.config import Profiles, load
 from mmpos_server.position_service import PositionService, max_segments
 from mmpos_server.rotary_service import RotaryService
 from mmpos_server.sequence_service import SequenceService
@@ -38,30 +33,6 @@ def call() -> Iterator[Call]:
     admission = Admission(CONFIG.concurrency, CONFIG.clients)
     yield Call("a", "a", admission, CONTEXT)
     admission.close()
-
-
-def build(*parts: dict[str, object], documents: int = 1) -> bytes:
-    query = {"documents": [{"parts": list(parts)}] * documents}
-    return sequences_pb2.BuildRequest(query=query).SerializeToString()  # type: ignore[arg-type]
-
-
-SMALL_LIMITS = Limits(documents=5, segments=7)
-"""These limits allow 10 · (5 + 7) + 65,536 fields and numbers."""
-
-
-def test_a_message_with_too_many_fields_is_refused(way: str) -> None:
-    most = 65_656
-    words = f"request: got {most + 1} fields and numbers or more, want at most {most} for 5 documents and 7 segments"
-    with pytest.raises(LimitExceededError) as caught:
-        check_elements(sequences_pb2.BuildRequest, build(*[{}] * (most - 1)), SMALL_LIMITS)
-    assert str(caught.value) == words
-    check_elements(sequences_pb2.BuildRequest, build(*[{}] * (most - 2)), SMALL_LIMITS)
-
-
-def test_many_malformed_bytes_are_refused(way: str) -> None:
-    for raw in (build(*[{}] * 20_000)[:-1], b"\x0e" + bytes(2**21)):
-        with pytest.raises(DecodeError):
-            check_elements(sequences_pb2.BuildRequest, raw, CONFIG.limits)
 
 
 # Queries.
@@ -119,7 +90,8 @@ def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, 
     put_query(message, query)
     call.request_bytes = message.ByteSize()
     PositionService(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call)
-    return answer, [stage for stage, _ in call.stages]
+    whole = positions_pb2.Positions.FromString(call.beside.serialize(answer))
+    return whole, [stage for stage, _ in call.stages]
 
 
 INLINE = ["read", "place", "write"]
@@ -186,20 +158,13 @@ def test_few_tokens_are_rotated_in_the_call_thread(call: Call, tokens: int, stag
     assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
 
 
-def test_work_that_outlives_its_call_does_not_write_to_shared_memory() -> None:
-    message = tensor_pb2.Tensor()
-    put_tensor(message, np.ones(2**20, np.uint8), NO_MEMORY)
-    assert (len(message.data), NO_MEMORY.serialize(message)) == (2**20, message.SerializeToString())
-
-
 IMPORTS = """
 import sys
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
 from mmpos_server.rotary_service import device, preload
-from mmpos_server.shared_memory import SharedMemory
 absent = {"torch", "torchvision", "cryptography", "opentelemetry"} - set(sys.modules)
-methods(Profiles.from_config(load()), Limits(), SharedMemory())
+methods(Profiles.from_config(load()), Limits())
 print(sorted(absent), "torch" in sys.modules, device() != "", "torch" in sys.modules)
 preload()
 print("torch" in sys.modules, device() in ("cpu", "cuda"))

@@ -15,7 +15,7 @@ import pytest
 from grpc_calls import Stream, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http2 import Connection, closed_at_once, message
-from serving import CHECK, LARGE, PLACE, READY, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
+from serving import CHECK, LARGE, PLACE, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
 from waiting import eventually
 
 from mmpos_server import listening
@@ -129,9 +129,7 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
 
 
 @pytest.mark.parametrize("half", [b"", message(b"half", 1000)])
-@pytest.mark.parametrize(
-    ("path", "gate", "share"), [(PLACE, "max_in_flight", 2), (CHECK, "max_checks", 32), (READY, "max_checks", 32)]
-)
+@pytest.mark.parametrize(("path", "gate", "share"), [(PLACE, "max_in_flight", 2), (CHECK, "max_checks", 32)])
 def test_half_requests_hold_at_most_the_client_share(
     serve: Serve, half: bytes, path: str, gate: str, share: int
 ) -> None:

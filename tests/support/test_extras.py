@@ -102,8 +102,8 @@ def test_pip_commands_on_a_page_name_the_distribution_and_its_extras(path: Path)
     text = path.read_text()
     commands = re.findall(r"([\w.-]+)\[([a-z,]+)\]", " ".join(re.findall(r"pip install [^`#\n]*", text)))
     for name, extras in commands:
-        assert name in (PROJECT["name"], ".", "tritonclient"), name
-        assert name == "tritonclient" or set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), extras
+        assert name in (PROJECT["name"], "."), name
+        assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), extras
     assert not re.search(r"pip install (-\S+ )*[\"']?mmpos\b(?!`)|\bmmpos\[", text)
 
 

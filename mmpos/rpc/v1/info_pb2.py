@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mmpos.rpc.v1 import table_pb2 as mmpos_dot_rpc_dot_v1_dot_table__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mmpos/rpc/v1/info.proto\x12\x0cmmpos.rpc.v1\x1a\x18mmpos/rpc/v1/table.proto\"c\n\nSchemeInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61xes\x18\x02 \x01(\x05\x12\x12\n\nfractional\x18\x03 \x01(\x08\x12\x11\n\tresumable\x18\x04 \x01(\x08\x12\x12\n\nparameters\x18\x05 \x03(\t\"\xb1\x01\n\x06Limits\x12\x15\n\rrequest_bytes\x18\x01 \x01(\x03\x12\x16\n\x0eresponse_bytes\x18\x02 \x01(\x03\x12\x11\n\tdocuments\x18\x03 \x01(\x03\x12\x10\n\x08segments\x18\x04 \x01(\x03\x12\x0e\n\x06tokens\x18\x05 \x01(\x03\x12\x0e\n\x06images\x18\x06 \x01(\x03\x12\x0e\n\x06pixels\x18\x07 \x01(\x03\x12\r\n\x05views\x18\x08 \x01(\x03\x12\x14\n\x0cshared_bytes\x18\t \x01(\x03\"\xcb\x01\n\x0bProfileInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06scheme\x18\x02 \x01(\t\x12\x16\n\x0e\x62\x65gin_token_id\x18\x03 \x01(\x05\x12\x14\n\x0c\x65nd_token_id\x18\x04 \x01(\x05\x12\x30\n\x0cplaceholders\x18\x05 \x01(\x0b\x32\x1a.mmpos.rpc.v1.Placeholders\x12\x12\n\npatch_size\x18\x06 \x01(\x05\x12\x1a\n\x12spatial_merge_size\x18\x07 \x01(\x05\x12\x0e\n\x06rotary\x18\x08 \x01(\x08\"\x10\n\x0eGetInfoRequest\"\xef\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x07schemes\x18\x02 \x03(\x0b\x32\x18.mmpos.rpc.v1.SchemeInfo\x12$\n\x06limits\x18\x03 \x01(\x0b\x32\x14.mmpos.rpc.v1.Limits\x12+\n\x08profiles\x18\x04 \x03(\x0b\x32\x19.mmpos.rpc.v1.ProfileInfo\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x1c\n\x14shared_memory_prefix\x18\x06 \x01(\t\x12\x1f\n\x17shared_memory_processes\x18\x07 \x01(\t2Z\n\x0bInfoService\x12K\n\x07GetInfo\x12\x1c.mmpos.rpc.v1.GetInfoRequest\x1a\x1d.mmpos.rpc.v1.GetInfoResponse\"\x03\x90\x02\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mmpos/rpc/v1/info.proto\x12\x0cmmpos.rpc.v1\x1a\x18mmpos/rpc/v1/table.proto\"c\n\nSchemeInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61xes\x18\x02 \x01(\x05\x12\x12\n\nfractional\x18\x03 \x01(\x08\x12\x11\n\tresumable\x18\x04 \x01(\x08\x12\x12\n\nparameters\x18\x05 \x03(\t\"\xb2\x01\n\x06Limits\x12\x15\n\rrequest_bytes\x18\x01 \x01(\x03\x12\x16\n\x0eresponse_bytes\x18\x02 \x01(\x03\x12\x11\n\tdocuments\x18\x03 \x01(\x03\x12\x10\n\x08segments\x18\x04 \x01(\x03\x12\x0e\n\x06tokens\x18\x05 \x01(\x03\x12\x0e\n\x06images\x18\x06 \x01(\x03\x12\x0e\n\x06pixels\x18\x07 \x01(\x03\x12\r\n\x05views\x18\x08 \x01(\x03\x12\x15\n\rmessage_bytes\x18\t \x01(\x03\"\xcb\x01\n\x0bProfileInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06scheme\x18\x02 \x01(\t\x12\x16\n\x0e\x62\x65gin_token_id\x18\x03 \x01(\x05\x12\x14\n\x0c\x65nd_token_id\x18\x04 \x01(\x05\x12\x30\n\x0cplaceholders\x18\x05 \x01(\x0b\x32\x1a.mmpos.rpc.v1.Placeholders\x12\x12\n\npatch_size\x18\x06 \x01(\x05\x12\x1a\n\x12spatial_merge_size\x18\x07 \x01(\x05\x12\x0e\n\x06rotary\x18\x08 \x01(\x08\"\x10\n\x0eGetInfoRequest\"\xb0\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x07schemes\x18\x02 \x03(\x0b\x32\x18.mmpos.rpc.v1.SchemeInfo\x12$\n\x06limits\x18\x03 \x01(\x0b\x32\x14.mmpos.rpc.v1.Limits\x12+\n\x08profiles\x18\x04 \x03(\x0b\x32\x19.mmpos.rpc.v1.ProfileInfo\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t2Z\n\x0bInfoService\x12K\n\x07GetInfo\x12\x1c.mmpos.rpc.v1.GetInfoRequest\x1a\x1d.mmpos.rpc.v1.GetInfoResponse\"\x03\x90\x02\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,13 +37,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCHEMEINFO']._serialized_start=67
   _globals['_SCHEMEINFO']._serialized_end=166
   _globals['_LIMITS']._serialized_start=169
-  _globals['_LIMITS']._serialized_end=346
-  _globals['_PROFILEINFO']._serialized_start=349
-  _globals['_PROFILEINFO']._serialized_end=552
-  _globals['_GETINFOREQUEST']._serialized_start=554
-  _globals['_GETINFOREQUEST']._serialized_end=570
-  _globals['_GETINFORESPONSE']._serialized_start=573
-  _globals['_GETINFORESPONSE']._serialized_end=812
-  _globals['_INFOSERVICE']._serialized_start=814
-  _globals['_INFOSERVICE']._serialized_end=904
+  _globals['_LIMITS']._serialized_end=347
+  _globals['_PROFILEINFO']._serialized_start=350
+  _globals['_PROFILEINFO']._serialized_end=553
+  _globals['_GETINFOREQUEST']._serialized_start=555
+  _globals['_GETINFOREQUEST']._serialized_end=571
+  _globals['_GETINFORESPONSE']._serialized_start=574
+  _globals['_GETINFORESPONSE']._serialized_end=750
+  _globals['_INFOSERVICE']._serialized_start=752
+  _globals['_INFOSERVICE']._serialized_end=842
 # @@protoc_insertion_point(module_scope)

@@ -73,7 +73,7 @@ class Limits(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     PIXELS_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
-    SHARED_BYTES_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     request_bytes: _builtins.int
     """Bytes of a request."""
     response_bytes: _builtins.int
@@ -90,8 +90,8 @@ class Limits(_message.Message):
     """Pixels of all images before resizing."""
     views: _builtins.int
     """Views of a query."""
-    shared_bytes: _builtins.int
-    """Bytes of tensors in shared memory: those of the request, and the space for those of the answer."""
+    message_bytes: _builtins.int
+    """Bytes of a request, except those of Build, that are not in a tensor of 64 KiB or more."""
     def __init__(
         self,
         *,
@@ -103,11 +103,11 @@ class Limits(_message.Message):
         images: _builtins.int = ...,
         pixels: _builtins.int = ...,
         views: _builtins.int = ...,
-        shared_bytes: _builtins.int = ...,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "images", b"images", "pixels", b"pixels", "request_bytes", b"request_bytes", "response_bytes", b"response_bytes", "segments", b"segments", "shared_bytes", b"shared_bytes", "tokens", b"tokens", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "images", b"images", "message_bytes", b"message_bytes", "pixels", b"pixels", "request_bytes", b"request_bytes", "response_bytes", b"response_bytes", "segments", b"segments", "tokens", b"tokens", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,20 +193,10 @@ class GetInfoResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     PROFILES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
-    SHARED_MEMORY_PREFIX_FIELD_NUMBER: _builtins.int
-    SHARED_MEMORY_PROCESSES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of mmpos."""
     device: _builtins.str
     """Device of Rotate: "cuda" or "cpu"; empty if the server does not rotate."""
-    shared_memory_prefix: _builtins.str
-    """Required prefix of the names of shared memory objects, after the "/"; empty if the server does not use shared
-    memory.
-    """
-    shared_memory_processes: _builtins.str
-    """Target of the link /proc/self/ns/pid of the server. If a client has the same, its objects may be links to sealed
-    memfds, see message SharedMemory. Empty if the server does not use shared memory.
-    """
     @_builtins.property
     def schemes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SchemeInfo]:
         """All schemes."""
@@ -227,12 +217,10 @@ class GetInfoResponse(_message.Message):
         limits: Global___Limits | None = ...,
         profiles: _abc.Iterable[Global___ProfileInfo] | None = ...,
         device: _builtins.str = ...,
-        shared_memory_prefix: _builtins.str = ...,
-        shared_memory_processes: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "limits", b"limits", "profiles", b"profiles", "schemes", b"schemes", "shared_memory_prefix", b"shared_memory_prefix", "shared_memory_processes", b"shared_memory_processes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "limits", b"limits", "profiles", b"profiles", "schemes", b"schemes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -486,7 +486,6 @@ class PositionsQuery(_message.Message):
     STRICT_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     DENSE_FIELD_NUMBER: _builtins.int
-    OUTPUT_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
     """Name of the settings of a model. The default is the server's first profile."""
     start: _builtins.int
@@ -523,10 +522,6 @@ class PositionsQuery(_message.Message):
     def dense(self) -> Global___Dense:
         """If set, the answer has ids instead of the table."""
 
-    @_builtins.property
-    def output(self) -> _tensor_pb2.SharedMemory:
-        """Shared memory for the tensors of the answer, see message SharedMemory. By default they are in data."""
-
     def __init__(
         self,
         *,
@@ -540,16 +535,13 @@ class PositionsQuery(_message.Message):
         strict: _builtins.bool | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
         dense: Global___Dense | None = ...,
-        output: _tensor_pb2.SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_output", b"_output", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "output", b"output", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "strict", b"strict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "strict", b"strict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_output", b"_output", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "output", b"output", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "start_per_document", b"start_per_document", "strict", b"strict", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dense", b"_dense", "_profile", b"_profile", "_scheme", b"_scheme", "_start", b"_start", "_strict", b"_strict", "dense", b"dense", "input_ids", b"input_ids", "profile", b"profile", "scheme", b"scheme", "segments", b"segments", "source", b"source", "spans", b"spans", "start", b"start", "start_per_document", b"start_per_document", "strict", b"strict", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dense: _TypeAlias = _typing.Literal["dense"]  # noqa: Y015
     _WhichOneofArgType__dense: _TypeAlias = _typing.Literal["_dense", b"_dense"]  # noqa: Y015
-    _WhichOneofReturnType__output: _TypeAlias = _typing.Literal["output"]  # noqa: Y015
-    _WhichOneofArgType__output: _TypeAlias = _typing.Literal["_output", b"_output"]  # noqa: Y015
     _WhichOneofReturnType__profile: _TypeAlias = _typing.Literal["profile"]  # noqa: Y015
     _WhichOneofArgType__profile: _TypeAlias = _typing.Literal["_profile", b"_profile"]  # noqa: Y015
     _WhichOneofReturnType__scheme: _TypeAlias = _typing.Literal["scheme"]  # noqa: Y015
@@ -562,8 +554,6 @@ class PositionsQuery(_message.Message):
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dense) -> _WhichOneofReturnType__dense | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__output) -> _WhichOneofReturnType__output | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__profile) -> _WhichOneofReturnType__profile | None: ...
     @_typing.overload

@@ -14,10 +14,10 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 10):
-    from typing import TypeAlias as _TypeAlias
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    from typing_extensions import TypeAlias as _TypeAlias
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -456,7 +456,6 @@ class CosSinRequest(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     ROTARY_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    OUTPUT_FIELD_NUMBER: _builtins.int
     layout: Global___CosSinLayout.ValueType
     """Form of the tables."""
     @_builtins.property
@@ -467,25 +466,18 @@ class CosSinRequest(_message.Message):
     def rotary(self) -> Global___RotarySettings:
         """The rotation."""
 
-    @_builtins.property
-    def output(self) -> _tensor_pb2.SharedMemory:
-        """Shared memory for the tensors of the answer, see message SharedMemory. By default they are in data."""
-
     def __init__(
         self,
         *,
         positions: Global___RotaryPositions | None = ...,
         rotary: Global___RotarySettings | None = ...,
         layout: Global___CosSinLayout.ValueType = ...,
-        output: _tensor_pb2.SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "output", b"output", "positions", b"positions", "rotary", b"rotary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "rotary", b"rotary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "layout", b"layout", "output", b"output", "positions", b"positions", "rotary", b"rotary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "positions", b"positions", "rotary", b"rotary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__output: _TypeAlias = _typing.Literal["output"]  # noqa: Y015
-    _WhichOneofArgType__output: _TypeAlias = _typing.Literal["_output", b"_output"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__output) -> _WhichOneofReturnType__output | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CosSinRequest: _TypeAlias = CosSinRequest  # noqa: Y015
 
@@ -548,7 +540,6 @@ class RotateRequest(_message.Message):
     ROTARY_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     CONJUGATE_FIELD_NUMBER: _builtins.int
-    OUTPUT_FIELD_NUMBER: _builtins.int
     layout: Global___RotateLayout.ValueType
     """Order of the axes of q and k."""
     conjugate: _builtins.bool
@@ -569,10 +560,6 @@ class RotateRequest(_message.Message):
     def rotary(self) -> Global___RotarySettings:
         """The rotation."""
 
-    @_builtins.property
-    def output(self) -> _tensor_pb2.SharedMemory:
-        """Shared memory for the tensors of the answer, see message SharedMemory. By default they are in data."""
-
     def __init__(
         self,
         *,
@@ -582,20 +569,14 @@ class RotateRequest(_message.Message):
         rotary: Global___RotarySettings | None = ...,
         layout: Global___RotateLayout.ValueType = ...,
         conjugate: _builtins.bool = ...,
-        output: _tensor_pb2.SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_k", b"_k", "_output", b"_output", "k", b"k", "output", b"output", "positions", b"positions", "q", b"q", "rotary", b"rotary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_k", b"_k", "k", b"k", "positions", b"positions", "q", b"q", "rotary", b"rotary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_k", b"_k", "_output", b"_output", "conjugate", b"conjugate", "k", b"k", "layout", b"layout", "output", b"output", "positions", b"positions", "q", b"q", "rotary", b"rotary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_k", b"_k", "conjugate", b"conjugate", "k", b"k", "layout", b"layout", "positions", b"positions", "q", b"q", "rotary", b"rotary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__k: _TypeAlias = _typing.Literal["k"]  # noqa: Y015
     _WhichOneofArgType__k: _TypeAlias = _typing.Literal["_k", b"_k"]  # noqa: Y015
-    _WhichOneofReturnType__output: _TypeAlias = _typing.Literal["output"]  # noqa: Y015
-    _WhichOneofArgType__output: _TypeAlias = _typing.Literal["_output", b"_output"]  # noqa: Y015
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__k) -> _WhichOneofReturnType__k | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__output) -> _WhichOneofReturnType__output | None: ...
 
 Global___RotateRequest: _TypeAlias = RotateRequest  # noqa: Y015
 

@@ -235,7 +235,6 @@ class SequencesQuery(_message.Message):
     SCHEME_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     PATCHES_FIELD_NUMBER: _builtins.int
-    OUTPUT_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
     """Name of the settings of a model. The default is the server's first profile."""
     start: _builtins.int
@@ -250,10 +249,6 @@ class SequencesQuery(_message.Message):
     def scheme(self) -> _scheme_pb2.Scheme:
         """Scheme. The default is that of the profile."""
 
-    @_builtins.property
-    def output(self) -> _tensor_pb2.SharedMemory:
-        """Shared memory for the tensors of the answer, see message SharedMemory. By default they are in data."""
-
     def __init__(
         self,
         *,
@@ -262,20 +257,15 @@ class SequencesQuery(_message.Message):
         scheme: _scheme_pb2.Scheme | None = ...,
         start: _builtins.int = ...,
         patches: _builtins.bool = ...,
-        output: _tensor_pb2.SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "_profile", b"_profile", "_scheme", b"_scheme", "output", b"output", "profile", b"profile", "scheme", b"scheme"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_profile", b"_profile", "_scheme", b"_scheme", "profile", b"profile", "scheme", b"scheme"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output", b"_output", "_profile", b"_profile", "_scheme", b"_scheme", "documents", b"documents", "output", b"output", "patches", b"patches", "profile", b"profile", "scheme", b"scheme", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_profile", b"_profile", "_scheme", b"_scheme", "documents", b"documents", "patches", b"patches", "profile", b"profile", "scheme", b"scheme", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__output: _TypeAlias = _typing.Literal["output"]  # noqa: Y015
-    _WhichOneofArgType__output: _TypeAlias = _typing.Literal["_output", b"_output"]  # noqa: Y015
     _WhichOneofReturnType__profile: _TypeAlias = _typing.Literal["profile"]  # noqa: Y015
     _WhichOneofArgType__profile: _TypeAlias = _typing.Literal["_profile", b"_profile"]  # noqa: Y015
     _WhichOneofReturnType__scheme: _TypeAlias = _typing.Literal["scheme"]  # noqa: Y015
     _WhichOneofArgType__scheme: _TypeAlias = _typing.Literal["_scheme", b"_scheme"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__output) -> _WhichOneofReturnType__output | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__profile) -> _WhichOneofReturnType__profile | None: ...
     @_typing.overload

@@ -24,17 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mmpos/rpc/v1/tensor.proto\x12\x0cmmpos.rpc.v1\">\n\x0cSharedMemory\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x11\n\tbyte_size\x18\x03 \x01(\x03\"\x88\x01\n\x06Tensor\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.mmpos.rpc.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12/\n\x06shared\x18\x04 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SharedMemoryH\x00\x88\x01\x01\x42\t\n\x07_shared*\xf0\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x02\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x04\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x05\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x06\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x07\x12\x17\n\x13\x44\x41TA_TYPE_COMPLEX64\x10\x08\x12\x14\n\x10\x44\x41TA_TYPE_UINT16\x10\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mmpos/rpc/v1/tensor.proto\x12\x0cmmpos.rpc.v1\"L\n\x06Tensor\x12%\n\x05\x64type\x18\x01 \x01(\x0e\x32\x16.mmpos.rpc.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c*\xf0\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x02\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x04\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x05\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x06\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x07\x12\x17\n\x13\x44\x41TA_TYPE_COMPLEX64\x10\x08\x12\x14\n\x10\x44\x41TA_TYPE_UINT16\x10\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mmpos.rpc.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=247
-  _globals['_DATATYPE']._serialized_end=487
-  _globals['_SHAREDMEMORY']._serialized_start=43
-  _globals['_SHAREDMEMORY']._serialized_end=105
-  _globals['_TENSOR']._serialized_start=108
-  _globals['_TENSOR']._serialized_end=244
+  _globals['_DATATYPE']._serialized_start=122
+  _globals['_DATATYPE']._serialized_end=362
+  _globals['_TENSOR']._serialized_start=43
+  _globals['_TENSOR']._serialized_end=119
 # @@protoc_insertion_point(module_scope)

@@ -72,49 +72,6 @@ DATA_TYPE_UINT16: DataType.ValueType  # 9
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
-class SharedMemory(_message.Message):
-    """A part of a POSIX shared memory object, if client and server run on the same machine. The client creates and removes
-    the object; its owner must be the user of the server. Servers with a shared_memory_prefix accept it. Other servers
-    refuse it with UNIMPLEMENTED, or ignore it if they are older than this message.
-
-    On Linux the object may also be a symbolic link of that name to /proc/PID/fd/N, where process PID of the server's
-    user has a memfd of the same name, without the "/", open as N. If it has the seal F_SEAL_SHRINK, the server can
-    rotate from object to object without a copy.
-
-    As the output of a request, it receives the tensors of the answer, one after another, each at a multiple of 64 bytes
-    from the first byte; their field shared has the place. Tensors without elements take no space. If they do not fit,
-    the request fails; the message, and for a call the trailing metadata "mmpos-output-bytes", has the required number of
-    bytes. Do not use the part until the answer has arrived. Without an answer, the server may still write to it, and its
-    contents are undefined.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    BYTE_SIZE_FIELD_NUMBER: _builtins.int
-    key: _builtins.str
-    """Name of the object, as for shm_open: "/", the prefix, and any rest."""
-    offset: _builtins.int
-    """Offset of the part in bytes."""
-    byte_size: _builtins.int
-    """Size of the part in bytes, at least 1."""
-    def __init__(
-        self,
-        *,
-        key: _builtins.str = ...,
-        offset: _builtins.int = ...,
-        byte_size: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_size", b"byte_size", "key", b"key", "offset", b"offset"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
-
-@_typing.final
 class Tensor(_message.Message):
     """An array of numbers."""
 
@@ -123,7 +80,6 @@ class Tensor(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    SHARED_FIELD_NUMBER: _builtins.int
     dtype: Global___DataType.ValueType
     """Encoding of the numbers."""
     data: _builtins.bytes
@@ -132,26 +88,17 @@ class Tensor(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape; empty for a single number."""
 
-    @_builtins.property
-    def shared(self) -> Global___SharedMemory:
-        """Shared memory with the same bytes instead of data, byte_size of them. The client must not change them before the
-        answer has arrived. Without an answer, the server may still read them.
-        """
-
     def __init__(
         self,
         *,
         dtype: Global___DataType.ValueType = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         data: _builtins.bytes = ...,
-        shared: Global___SharedMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_shared", b"_shared", "shared", b"shared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shared", b"_shared", "data", b"data", "dtype", b"dtype", "shape", b"shape", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dtype", b"dtype", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__shared: _TypeAlias = _typing.Literal["shared"]  # noqa: Y015
-    _WhichOneofArgType__shared: _TypeAlias = _typing.Literal["_shared", b"_shared"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__shared) -> _WhichOneofReturnType__shared | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tensor: _TypeAlias = Tensor  # noqa: Y015

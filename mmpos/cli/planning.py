@@ -1,9 +1,9 @@
-"""The commands that plan training: index balanced packs of preprocessed sequences, and measure their costs."""
+"""The command that plans training: it writes an index of balanced packs of preprocessed sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +13,12 @@ import typer
 from mmpos.cli import report
 from mmpos.cli.commands import group
 from mmpos.cli.options import flat
-from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted
-from mmpos.support.program import console
 
 if TYPE_CHECKING:
     from mmpos.data import Headers, SequenceShard, TrainingPlan
 
-data = group("data", "Plan the packs of a training run, and measure their costs.")
+data = group("data", "Plan the packs of a training run.")
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,6 @@ class RunFlags:
             help="Folder of a model; its config.json gives the costs of tokens and patches.",
             show_default="a 7B model",
         ),
-    ] = None
-    cost: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Costs from mmpos data calibrate, instead of --config.")
     ] = None
     patches_per_token: Annotated[int, typer.Option(min=1, help="Number of patches merged into one token.")] = 4
 
@@ -65,22 +60,14 @@ def plan_packs(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Index file to write: .parquet.")],
     run: RunFlags,
     flags: PlanFlags,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot of the steps to write: .png, .svg or .pdf.")
-    ] = None,
 ) -> None:
     """Plan balanced packs of preprocessed sequences, and write the index that PlannedPacks reads.
 
     Pixels are not read: sizes come from the files' columns.
     """
-    from mmpos.analysis.plot import plot_balance
-    from mmpos.analysis.plot.canvas import picture_path
     from mmpos.data import Cost, plan, read_headers, write_index
 
-    picture_path(plot)  # check the path early
-    if run.cost is not None and run.config is not None:
-        raise InvalidInputError("--cost cannot be combined with --config")
-    cost = Cost.read(run.cost) if run.cost else Cost.from_hf_config(run.config) if run.config else Cost()
+    cost = Cost.from_hf_config(run.config) if run.config else Cost()
     files = _ready_shards(inputs)
     with report.progress_bar("files") as bar:
         headers, shard, row = read_headers(_counted(files, bar), patches_per_token=run.patches_per_token)
@@ -96,46 +83,6 @@ def plan_packs(
     )
     write_index(output, planned, [file.source for file in files], shard, row)
     _report(headers, planned, cost.of(headers), run)
-    typer.echo(output)
-    if plot is not None:
-        plot_balance(planned.rank_costs(run.pipeline), planned.labels_per_step, plot)
-        typer.echo(plot)
-
-
-@data.command("calibrate")
-def calibrate_model(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the model, with a config.json.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File of costs to write: .json.")],
-    tokens: Annotated[str, typer.Option(help="Comma-separated lengths of texts.")] = "256,512,1024,2048,4096",
-    patches: Annotated[
-        str, typer.Option(help="Comma-separated numbers of patches before merging; unused for text-only models.")
-    ] = "256,576,1024,2304,4096",
-    repeats: Annotated[int, typer.Option(min=1, help="Number of times that each size is measured.")] = 7,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "float32",
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Measure this number of layers and twice this number, and extrapolate.")
-    ] = None,
-) -> None:
-    """Measure the training costs of tokens and patches on a model with random weights, for mmpos data plan --cost."""
-    from mmpos.cli.calibration import measure
-
-    sizes = {"tokens": _sizes("--tokens", tokens), "patches": _sizes("--patches", patches)}
-    with report.progress_bar("steps") as bar:
-        calibration = measure(folder, layers, device=device, dtype=dtype, repeats=repeats, progress=bar, **sizes)
-    about = (
-        {} if layers is None else {"extrapolated": f"from {layers} and {2 * layers} layers; times are of the latter"}
-    )
-    calibration.write(output, model=str(folder), device=device, dtype=dtype, **about)
-    table = report.new_table("tokens", "patches", "milliseconds", "spread", right=("tokens", "patches", "milliseconds"))
-    columns = (calibration.tokens, calibration.patches, calibration.seconds, calibration.spread)
-    for length, size, seconds, spread in zip(*(column.tolist() for column in columns), strict=True):
-        table.add_row(f"{length:,}", f"{size:,}", f"{seconds * 1e3:.3f}", f"{spread:.1%}")
-    report.show(console(), table)
-    for field in fields(calibration.cost):
-        typer.echo(f"{field.name} {getattr(calibration.cost, field.name):.3g} seconds")
-    fit = f"the fit is within {calibration.residual:.1%} of the medians"
-    typer.echo(f"overhead {calibration.overhead:.3g} seconds; {fit}")
     typer.echo(output)
 
 
@@ -163,14 +110,6 @@ def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) ->
         yield file
         if bar is not None:
             bar(done, len(files))
-
-
-def _sizes(name: str, text: str) -> list[int]:
-    """Read comma-separated sizes."""
-    try:
-        return [int(size) for size in text.split(",") if size.strip()]
-    except ValueError:
-        raise InvalidInputError(f"{name}: got {text!r}, want integers separated by commas") from None
 
 
 def _report(headers: Headers, planned: TrainingPlan, costs: np.ndarray, run: RunFlags) -> None:

@@ -6,11 +6,11 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mmpos.data.readers import Reader
     from mmpos.sequence.builder import SequenceBuilder
 
-FORMATS = ("obelics", "mmc4", "chat", "llava", "energon", "curator", "hf", "pairs")
+FORMATS = ("obelics", "mmc4", "chat", "llava", "hf", "pairs")
 
 _PAUSE = 5.0  # seconds between two progress lines
 _COUNTED = 16  # number of shards whose records are counted
@@ -52,9 +52,6 @@ class RecordFlags:
             autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
         ),
     ]
-    format_option: Annotated[
-        list[str] | None, typer.Option(metavar=_OPTION, help="For the format, such as caption=alt.", show_default=False)
-    ] = None
     images_from: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Base of image paths.", show_default="no paths are read")
     ] = None
@@ -75,7 +72,7 @@ class RecordFlags:
         own = getattr(builder.tokenizer, "inner", None)
         if isinstance(records, Chat | LLaVA) and getattr(own, "chat_template", None) is None:
             records = replace(records, template=ChatTemplate())
-        return Preprocess(_assigned("--format-option", records, self.format_option), builder)
+        return Preprocess(records, builder)
 
 
 @dataclass(frozen=True)
@@ -172,12 +169,6 @@ class WorkFlags:
         ),
     ] = "local"
     workers: Annotated[int, typer.Option(min=1, help="Number of shards that are processed in parallel.")] = 1
-    split_over: Annotated[
-        int,
-        typer.Option(
-            metavar="MIB", min=1, help="Split .tar, .jsonl and .parquet files above this size, for several workers."
-        ),
-    ] = 1024
     max_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens of a pack, for the fill rate.")] = 8192
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace existing files, even those with other settings.")
@@ -205,9 +196,9 @@ def preprocess(
     [bold]--on-image-error drop[/bold], unusable images are listed, and their records are kept.
     """
     try:
-        from mmpos.data import write_sequences
+        from mmpos.data import shards, write_sequences
 
-        readers = _readers(inputs, records.format_name, work.split_over)
+        readers = shards(inputs)
         callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
         logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the summary and a file list skipped records
         with report.progress_bar("shards", total=len(readers)) as bar:
@@ -263,27 +254,16 @@ def _model_tokenizer(folder: Path) -> Any:
 
 
 def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> Any:
-    """Apply the values of a repeatable option, name=value or name.name=value, to settings."""
+    """Apply the values of a repeatable option, NAME=VALUE, to settings."""
+    known = {field.name: field.type for field in fields(target) if field.init}
     for assignment in assignments or ():
-        path, equals, value = assignment.partition("=")
+        name, equals, value = assignment.partition("=")
         if not equals:
             raise InvalidInputError(f"{option}: got {assignment!r}, want {_OPTION}")
-        target = _replaced(f"{option} {assignment}", target, path.split("."), value)
+        if name not in known:
+            raise InvalidInputError(f"{option} {assignment}: got {name!r}, want one of {', '.join(known)}")
+        target = replace(target, **{name: _value(f"{option} {assignment}", known[name], value)})
     return target
-
-
-def _replaced(name: str, target: Any, path: Sequence[str], value: str) -> Any:
-    # --images-from sets images.
-    known = {field.name: field.type for field in fields(target) if field.init and field.name != "images"}
-    head, *rest = path
-    if head not in known:
-        raise InvalidInputError(f"{name}: got {head!r}, want one of {', '.join(known)}")
-    if not rest:
-        return replace(target, **{head: _value(name, known[head], value)})
-    inner = getattr(target, head)
-    if not is_dataclass(inner):
-        raise InvalidInputError(f"{name}: got {rest[0]!r} of {head!r}, which has no fields: want {head}=VALUE")
-    return replace(target, **{head: _replaced(name, inner, rest, value)})
 
 
 def _value(name: str, kind: object, value: str) -> object:
@@ -296,15 +276,6 @@ def _value(name: str, kind: object, value: str) -> object:
         return json.loads(value)
     except ValueError:
         raise InvalidInputError(f"{name}: got {value!r}, want JSON") from None
-
-
-def _readers(inputs: Sequence[str], format_name: str, split_over: int) -> Sequence[Reader]:
-    """Open the inputs; join Curator's rows into samples, and split large files of other formats."""
-    from mmpos.data import SampleReader, shards, split_shards
-
-    if format_name == "curator":
-        return [SampleReader(cast(Any, reader)) for reader in shards(inputs)]
-    return split_shards(shards(inputs), split_over * 2**20)
 
 
 class ShownProgress:

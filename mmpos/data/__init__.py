@@ -16,8 +16,6 @@ if TYPE_CHECKING:
         MMC4,
         Chat,
         ChatTemplate,
-        Curator,
-        Energon,
         HFImages,
         LLaVA,
         Obelics,
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from mmpos.data.loader import BatchDataset
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
-    from mmpos.data.planner.calibrate import Calibration, ModelStep, calibrate
     from mmpos.data.planner.cost import Cost, Headers
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
     from mmpos.data.planner.plan import TrainingPlan, plan
@@ -38,26 +35,21 @@ if TYPE_CHECKING:
     from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
-    from mmpos.data.readers import Reader, dataset_shards, shards, split_shards
-    from mmpos.data.samples import SAMPLE_SCHEMA, SampleReader, join_samples, write_samples
+    from mmpos.data.readers import Reader, dataset_shards, shards
     from mmpos.data.stage import STAGE_SCHEMA, Stage, read_examples
 
 __all__ = [
     "FORMATS",
     "IGNORE_INDEX",
     "MMC4",
-    "SAMPLE_SCHEMA",
     "STAGE_SCHEMA",
     "Batch",
     "BatchDataset",
     "Batcher",
-    "Calibration",
     "Chat",
     "ChatTemplate",
     "Cost",
-    "Curator",
     "Document",
-    "Energon",
     "Example",
     "HFImages",
     "Headers",
@@ -65,7 +57,6 @@ __all__ = [
     "LLaVA",
     "Location",
     "ModelCollator",
-    "ModelStep",
     "Obelics",
     "Pack",
     "PackedCollator",
@@ -81,7 +72,6 @@ __all__ = [
     "RankLoader",
     "Reader",
     "RecordError",
-    "SampleReader",
     "SequenceShard",
     "SequenceWriter",
     "Stage",
@@ -89,20 +79,16 @@ __all__ = [
     "TokenizerTemplate",
     "TrainingPlan",
     "Turn",
-    "calibrate",
     "dataset_shards",
     "first_fit_decreasing",
     "get_example",
-    "join_samples",
     "plan",
     "read_examples",
     "read_headers",
     "read_quarantine",
     "sequence_shards",
     "shards",
-    "split_shards",
     "write_index",
-    "write_samples",
     "write_sequences",
 ]
 
@@ -111,22 +97,20 @@ _ROOMS = {
     "batch": ("Batch",),
     "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
-        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "Curator", "Energon", "HFImages", "LLaVA", "Obelics"),
+        *("FORMATS", "MMC4", "Chat", "ChatTemplate", "HFImages", "LLaVA", "Obelics"),
         *("Pairs", "TokenizerTemplate", "Turn"),
     ),
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),
     "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
-    "planner.calibrate": ("Calibration", "ModelStep", "calibrate"),
     "planner.cost": ("Cost", "Headers"),
     "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
     "planner.plan": ("TrainingPlan", "plan"),
     "preprocess.job": ("Progress", "Summary", "write_sequences"),
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),
-    "samples": ("SAMPLE_SCHEMA", "SampleReader", "join_samples", "write_samples"),
     "stage": ("STAGE_SCHEMA", "Stage", "read_examples"),
-    "readers": ("Reader", "dataset_shards", "shards", "split_shards"),
+    "readers": ("Reader", "dataset_shards", "shards"),
     "formats.images": ("Images",),
     "preprocess.manifest": ("sequence_shards",),
     "preprocess.storage": ("SequenceShard", "SequenceWriter", "get_example"),

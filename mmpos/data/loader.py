@@ -65,7 +65,6 @@ class BatchDataset(IterableDataset[_Item]):
         batching: a Packer for packed batches or a Batcher for padded ones; it is copied, not modified.
         collate: collates a group of examples into a batch, in the workers; None yields Packs or lists of examples.
         seed: seed for all shuffling.
-        epoch: first epoch; see set_epoch.
         shuffle: 0 keeps the given order; n shuffles the shards, and the records in windows of n. Each worker holds one
             window of undecoded records in memory.
         split: see Split.
@@ -93,7 +92,6 @@ class BatchDataset(IterableDataset[_Item]):
         collate: Callable[[Any], _Item] | None = None,
         *,
         seed: int = 0,
-        epoch: int = 0,
         shuffle: int = 0,
         split: SplitBy = "auto",
         rank: int | None = None,
@@ -132,7 +130,7 @@ class BatchDataset(IterableDataset[_Item]):
         self._split = Split(*_ranks(rank, world_size), by=split)
         # These are in shared memory so that persistent workers see the next epoch, and this process sees that workers
         # exist.
-        self._epoch = torch.tensor(integer("epoch", epoch, minimum=0)).share_memory_()
+        self._epoch = torch.tensor(0).share_memory_()
         self._chosen = torch.tensor(False).share_memory_()
         self._in_workers = torch.tensor(False).share_memory_()
         self._stream: BatchStream | None = None

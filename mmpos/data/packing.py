@@ -273,13 +273,11 @@ class Batcher:
     Args:
         batch_size: number of examples in a batch.
         max_tokens: maximum number of tokens in an example; None accepts any.
-        drop_last: whether to drop an incomplete last batch.
     """
 
-    def __init__(self, batch_size: int, *, max_tokens: int | None = None, drop_last: bool = False) -> None:
+    def __init__(self, batch_size: int, *, max_tokens: int | None = None) -> None:
         self.batch_size = integer("batch_size", batch_size, minimum=1)
         self.max_tokens = None if max_tokens is None else integer("max_tokens", max_tokens, minimum=1)
-        self.drop_last = boolean("drop_last", drop_last)
         self._held: list[Example] = []
 
     @property
@@ -299,9 +297,8 @@ class Batcher:
         return self._cut() if len(self._held) == self.batch_size else []
 
     def flush(self) -> list[list[Example]]:
-        """Return the remaining examples as a batch, unless drop_last is set."""
-        groups = self._cut()
-        return groups if groups[0] and not self.drop_last else []
+        """Return the remaining examples as a batch."""
+        return self._cut() if self._held else []
 
     def _cut(self) -> list[list[Example]]:
         group, self._held = self._held, []

@@ -1,4 +1,4 @@
-"""Read, write, list and claim files on this machine and in object stores through one path class."""
+"""Read, write and list files on this machine and in object stores through one path class."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import glob
 import io
 import os
 import re
-import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote
 
-from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
+from mmpos.errors import InvalidInputError, MmposError
 from mmpos.support.extras import missing, needed_for
 from mmpos.support.files import named, whole_file
 from mmpos.support.interrupts import no_interrupts
@@ -37,7 +35,6 @@ _OPTIONS = {"endpoint_override", "region", "retry_limit_seconds", "scheme"}
 _BUFFER = 2**23  # bytes per request in sequential reads
 _COPY = 2**24  # bytes copied at once in an upload
 _MEMORY = 2**26  # bytes of an upload held in memory; larger uploads are held on disk
-_CONFLICTS = 5  # attempts at a conditional request that conflicts with another
 
 
 @dataclass(frozen=True, order=True)
@@ -185,27 +182,6 @@ class StorePath:
         with self.write() as file:
             file.write(data)
 
-    def create(self, data: bytes) -> bool:
-        """Create a file exclusively: exactly one of several callers with different data gets True.
-
-        On this machine, a temporary file is hard-linked to the name; S3 uses ``If-None-Match``, and Google Cloud
-        Storage uses ``ifGenerationMatch``. ``memory://`` excludes only callers in the same process.
-
-        Args:
-            data: the content, which must be unique to this caller, so that the caller can recognise its own bytes if a
-                response is lost.
-
-        Returns:
-            True if the file has this content, written by this call or an earlier one; False if it has other content.
-
-        Raises:
-            UnsupportedError: the store has no conditional writes.
-            OSError: the file cannot be written; the error names the path.
-        """
-        with _errors_of(self):
-            is_new = self._created(data)
-        return is_new or self.read_bytes() == data
-
     def glob(self, pattern: str) -> list[StorePath]:
         """List the files below this folder that match a pattern with ``*``, ``?``, ``[…]`` or ``**``, sorted.
 
@@ -310,22 +286,6 @@ class StorePath:
         if stored != size:
             self.remove()
             raise _failed(self, errno.EIO, f"got {stored} bytes after an upload of {size}; removed the object")
-
-    def _created(self, data: bytes) -> bool:
-        if not self.is_url:
-            return _linked(Path(self.text), data)
-        if self._scheme == "s3":
-            return _put_new(_s3_client(self._root, os.getpid()), data, **self._s3_names())
-        if self._scheme not in ("memory", "gs", "gcs"):
-            want = "a path on this machine, s3:// or gs://"
-            raise UnsupportedError(f"{self}: got a store without conditional writes, want {want}")
-        if "?" in self._root:
-            raise UnsupportedError(f"{self}: got a URL with options, which gcsfs does not support, want none")
-        try:
-            _fsspec(f"{self._scheme}://")[0].pipe_file(self._key, data, mode="create")
-        except FileExistsError:
-            return False
-        return True
 
 
 def store_path(name: str, path: str | os.PathLike[str]) -> StorePath:
@@ -480,47 +440,14 @@ def _unwrapped(filesystem: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _s3_client(root: str, pid: int) -> Any:
-    """Create an S3 client for what pyarrow lacks: conditional writes and ETags."""
-    with needed_for("versions and claims on S3", extra="s3"):
+    """Create an S3 client for ETags, which pyarrow lacks."""
+    with needed_for("versions of objects on S3", extra="s3"):
         import boto3
     options = {name: values[0] for name, values in parse_qs(root.partition("?")[2]).items()}
     endpoint = options.get("endpoint_override")
     if endpoint is not None and "://" not in endpoint:
         endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
     return boto3.client("s3", endpoint_url=endpoint, region_name=options.get("region"))
-
-
-def _put_new(client: Any, data: bytes, **names: str) -> bool:
-    with needed_for("claims on S3", extra="s3"):
-        from botocore.exceptions import ClientError
-    for tries in range(1, _CONFLICTS + 1):
-        try:
-            client.put_object(Body=data, IfNoneMatch="*", **names)
-            return True
-        except ClientError as error:
-            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-            if status == 412:
-                return False
-            if status != 409 or tries == _CONFLICTS:
-                raise
-            time.sleep(0.1 * tries)
-    raise AssertionError("the last try returns or raises")
-
-
-def _linked(path: Path, data: bytes) -> bool:
-    """Write a temporary file and hard-link it to the path; return False if the path exists."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
 
 
 @contextmanager

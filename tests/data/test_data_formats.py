@@ -28,8 +28,6 @@ from mmpos.data.formats import (
     MMC4,
     Chat,
     ChatTemplate,
-    Curator,
-    Energon,
     HFImages,
     LLaVA,
     Obelics,
@@ -233,12 +231,9 @@ def test_invalid_options_are_refused() -> None:
             Images(**option)
     wrong: list[tuple[type, dict[str, Any]]] = [
         *((FORMATS[name], {"images": "folder"}) for name in FORMATS),
-        *((FORMATS[name], {"separator": None}) for name in ("obelics", "mmc4", "energon", "curator", "hf")),
+        *((FORMATS[name], {"separator": None}) for name in ("obelics", "mmc4", "hf")),
         *((FORMATS[name], {"template": "plain"}) for name in ("chat", "llava")),
         (MMC4, {"reference": "url"}),
-        (MMC4, {"min_similarity": float("nan")}),
-        (MMC4, {"min_similarity": "0.3"}),
-        (MMC4, {"min_similarity": True}),
         (Chat, {"media": 5}),
         (ChatTemplate, {"user": ("a", "b")}),
         (Turn, {"before": 5, "after": ""}),
@@ -259,20 +254,7 @@ def test_invalid_options_are_refused() -> None:
     [
         ("obelics", {"images": [None, "no.jpg", None], "texts": ["A", None, "B"]}, "A\n\nB"),
         ("llava", {"image": "no.jpg", "conversations": [{"from": "human", "value": "A<image>B"}]}, "User:\nAB\n\n"),
-        ("energon", {"sequence": ["A", {"bytes": None, "path": "no.jpg"}, "B"]}, "AB"),
         ("pairs", {"jpg": b"", "txt": "AB"}, "AB"),
-        (
-            "curator",
-            {
-                "id": "a",
-                "rows": [
-                    {"position": 0, "modality": "text", "text_content": "A"},
-                    {"position": 1, "modality": "image", "materialize_error": "404"},
-                    {"position": 2, "modality": "text", "text_content": "B"},
-                ],
-            },
-            "A\n\nB",
-        ),
     ],
 )
 def test_unresolvable_references_are_dropped_like_broken_images(name: str, record: Any, text: str) -> None:
@@ -300,7 +282,7 @@ def test_unresolvable_references_are_dropped_like_broken_images(name: str, recor
     ],
 )
 def test_the_key_is_the_id_of_the_record_or_else_its_location(ids: dict[str, object], key: str) -> None:
-    assert Energon()({"sequence": ["a"], **ids}, HERE).key == key
+    assert HFImages()({"image": None, "text": "a", **ids}, HERE).key == key
 
 
 @pytest.mark.parametrize(
@@ -313,7 +295,7 @@ def test_the_key_is_the_id_of_the_record_or_else_its_location(ids: dict[str, obj
     ],
 )
 def test_invalid_keys_are_refused(ids: dict[str, object], message: str) -> None:
-    assert refusal(Energon(), {"sequence": ["a"], **ids}).startswith(f"shard-3.jsonl[17]: {message}")
+    assert refusal(HFImages(), {"image": None, "text": "a", **ids}).startswith(f"shard-3.jsonl[17]: {message}")
 
 
 # Documents from each format
@@ -349,15 +331,6 @@ def test_mmc4_places_images_in_order_before_their_sentences() -> None:
     ]  # fmt: skip
     urls = MMC4(Images(fetcher=str.encode), reference="raw_url")
     assert pieces(urls(MMC4_RECORD, HERE))[0] == b"http://host/e"
-
-
-@pytest.mark.parametrize(("min_similarity", "count"), [(0.1, 3), (0.2, 2), (0.25, 1), (1, 0)])
-def test_mmc4_does_not_read_images_below_min_similarity(min_similarity: float, count: int) -> None:
-    read: list[str] = []
-    images = Images(resolver=lambda name: read.append(name) or PNG)  # type: ignore[func-returns-value]
-    document = MMC4(images, min_similarity=min_similarity)(MMC4_RECORD, HERE)
-    assert len(read) == count
-    assert document.parts.count(PNG) == count
 
 
 CHAT_RECORD = {
@@ -530,16 +503,6 @@ def test_llava_replaces_placeholders_with_images() -> None:
     ]
 
 
-def test_energon_reads_a_sequence_of_texts_and_tensors() -> None:
-    tensor = torch.zeros(3, 4, 5, dtype=torch.uint8)
-    record = {"__key__": "000/17", "sequence": ["coffee.jpg", "is", tensor, PNG, "", {"bytes": PNG, "path": None}]}
-    document = Energon()(record, HERE)
-    assert document.key == "000/17"
-    assert pieces(document)[0] == "coffee.jpgis"
-    assert document.parts[1] is tensor
-    assert document.parts[2:] == [PNG, PNG]
-
-
 def struct(data: bytes | None, path: str | None = None) -> dict[str, Any]:
     return {"bytes": data, "path": path}
 
@@ -580,7 +543,6 @@ def test_a_pair_is_an_image_and_its_caption(extension: str) -> None:
 # Errors for invalid records
 
 NO_REFERENCE = "want a URL, a path, the bytes of a file, or a struct of bytes and path"
-PART = "want text, a tensor, the bytes of a file, or a struct of bytes and path"
 
 
 def changed(record: Mapping[str, object], path: tuple[str | int, ...], value: object) -> Any:
@@ -614,7 +576,6 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
             changed(OBELICS_RECORD, ("general_metadata",), "3"),
             "general_metadata: got 3, want an object as JSON text",
         ),
-        (Energon(), {"sequence": ["a", 5]}, f"sequence[1]: got 5, {PART}"),
         (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column with this name"),
         (HFImages(), {"image": None}, "text: got columns ['image'], want a column with this name"),
         (HFImages(), {"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
@@ -661,13 +622,11 @@ def test_invalid_mmc4_records_are_refused(path: tuple[str | int, ...], value: ob
     assert error.startswith(f"shard-3.jsonl[17]: {message}")
 
 
-def test_mmc4_requires_similarities_only_for_min_similarity() -> None:
+def test_mmc4_requires_no_similarities() -> None:
     record = changed(MMC4_RECORD, ("image_info",), [{"image_name": "a", "matched_text_index": 0}])
     record["similarity_matrix"] = None
     images = Images(resolver=str.encode)
     assert pieces(MMC4(images)(record, HERE)) == [b"a", "First. Second. Third."]
-    want = "image_info[0].matched_sim: got nothing, want a finite number"
-    assert refusal(MMC4(images, min_similarity=0), record) == f"shard-3.jsonl[17]: {want}"
     empty: dict[str, Any] = {"text_list": [], "image_info": []}
     assert "text_list, image_info: got no image and no text, want at least one" in refusal(MMC4(), empty)
 
@@ -743,74 +702,6 @@ def test_invalid_pairs_are_refused(members: dict[str, object], message: str) -> 
     assert error.startswith(f"000017 (shard-3.jsonl[17]): {message}")
 
 
-def sample(*rows: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with unsorted image, text and metadata rows; the arguments change its first rows."""
-    base = [
-        {"position": 1, "modality": "image", "binary_content": CAT, "source_ref": None},
-        {"position": 0, "modality": "text", "text_content": "A cat:", "train": False},
-        {"position": -1, "modality": "metadata", "text_content": "{}"},
-    ]
-    return {"id": "a", "rows": [row | change for row, change in zip(base, [*rows, {}, {}, {}], strict=False)]}
-
-
-def ref(**values: Any) -> dict[str, Any]:
-    return {"binary_content": None, "source_ref": json.dumps({"path": "chelsea.jpg", **values})}
-
-
-def test_curator_rows_are_sorted_by_position_and_images_may_be_in_files() -> None:
-    curator = Curator(images=LOCAL)
-    assert pieces(curator(sample(), HERE)) == [("A cat:",), CAT]
-    assert pieces(curator(sample(ref(), {"position": 7}), HERE)) == [PHOTOS / "chelsea.jpg", ("A cat:",)]
-    in_archive = sample(ref(member="a.jpg", byte_offset=2, byte_size=5))
-    assert pieces(curator(in_archive, HERE))[1] == CAT[2:7]
-    assert pieces(Curator(Images(resolver=lambda name: CAT))(in_archive, HERE))[1] == CAT[2:7]
-    assert Curator(separator="|")(sample({"modality": "text", "text_content": "B"}, {"train": None}), HERE).parts == [
-        "A cat:|B"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"id": None, "rows": []}, "id: got nothing, want the sample_id of its rows"),
-        ({"id": "a", "rows": []}, "rows: got no image and no text, want at least one"),
-        (sample({"modality": "audio"}), "rows[0].modality: got 'audio', want one of text, image, metadata"),
-        (sample({"position": 0}), "rows[1].position: got 0, want a position other than that of rows[0]"),
-        (sample({"position": -1}), "rows[0].position: got -1, want an integer >= 0"),
-        (sample({}, {"position": 0.5}), "rows[1].position: got 0.5, want an integer >= 0"),
-        (sample({}, {}, {"position": 2}), "rows[2].position: got 2, want -1 for metadata"),
-        (sample({}, {"text_content": None}), "rows[1].text_content: got nothing, want text"),
-        (sample({}, {"train": "yes"}), "rows[1].train: got 'yes', want true, false or null"),
-        (
-            sample({"binary_content": None}),
-            "rows[0].binary_content: got nothing, want the bytes of a file, or a source_ref",
-        ),
-        (sample({"materialize_error": "404"}), "rows[0].materialize_error: got '404', want none"),
-        (sample(ref() | {"source_ref": "{"}), "rows[0].source_ref: got '{', which is not JSON ("),
-        (sample(ref(path=None)), "rows[0].source_ref.path: got nothing, want text"),
-        (sample(ref(path="../x")), "rows[0].source_ref.path: got the path '../x', want a path that stays inside "),
-        (
-            sample(ref(frame_index=0)),
-            "rows[0].source_ref.frame_index: got 0, want null, since frames of TIFF files are not supported",
-        ),
-        (
-            sample(ref(member="a.jpg")),
-            "rows[0].source_ref.byte_size: got nothing, want a number of bytes, "
-            "since archives are not searched for members",
-        ),
-        (sample(ref(byte_size=5)), "rows[0].source_ref.byte_offset: got nothing, want a finite number"),
-        (
-            sample(ref(byte_offset=2**70, byte_size=5)),
-            f"rows[0].source_ref.byte_size: got bytes {2**70} to {2**70 + 5}, "
-            f"want an end within the {len(CAT)} bytes of the file",
-        ),
-    ],
-)
-def test_invalid_curator_rows_are_refused(record: dict[str, Any], message: str) -> None:
-    name = "" if record["id"] is None else "a ("
-    assert refusal(Curator(images=LOCAL), record).startswith(f"{name}shard-3.jsonl[17]{')' if name else ''}: {message}")
-
-
 # All formats
 
 RECORDS: dict[str, dict[str, Any]] = {
@@ -818,8 +709,6 @@ RECORDS: dict[str, dict[str, Any]] = {
     "mmc4": changed(MMC4_RECORD, ("image_info", 2, "image_name"), "chelsea.jpg"),
     "chat": CHAT_RECORD,
     "llava": LLAVA_RECORD,
-    "energon": {"sequence": ["coffee", struct(None, "coffee.jpg"), COFFEE]},
-    "curator": sample(ref()),
     "hf": {"image": struct(CAT), "text": "a cat"},
     "pairs": {"__key__": "17", "jpg": CAT, "txt": "a cat"},
 }

@@ -1,13 +1,11 @@
-"""Folder manifests and claims: finished files, checks by loaders, and exclusive runs."""
+"""Folder manifests: finished files, and checks by loaders."""
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,9 @@ import pytest
 from test_data_preprocess import PAGES, contents, corpus
 
 from mmpos import InvalidInputError
-from mmpos.data import sequence_shards, shards, split_shards, write_sequences
-from mmpos.data.examples import RecordError
-from mmpos.data.preprocess import claim, shard_job
+from mmpos.data import sequence_shards, shards, write_sequences
 from mmpos.data.preprocess import manifest as manifest_module
+from mmpos.data.preprocess import shard_job
 from mmpos.data.preprocess.job import Fill, Progress
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.stores import StorePath
@@ -92,31 +89,6 @@ def test_overwriting_removes_the_surplus_files_of_a_longer_input(tmp_path: Path)
     kept = [name.replace("s0", "s1") for name in NAMES]
     assert sorted(contents(tmp_path / "out")) == [*NAMES[:2], *kept]
     assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [2, 1, 2, 2, 1]
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 400), (400, 1), (400, 800)])
-def test_a_file_split_differently_is_not_written_twice(tmp_path: Path, before: int, after: int) -> None:
-    readers = shards(corpus(tmp_path, 1, 20))
-    size = Path(readers[0].source).stat().st_size
-    first, second = (split_shards(readers, -(-size * 100 // slices)) for slices in (before, after))
-    out = tmp_path / "out"
-    write_sequences(first, out, PAGES)
-    want = r"s0.*\.parquet: got the output of the same file, split differently; use the same --split-over, or overwrite"
-    with pytest.raises(InvalidInputError, match=want):
-        write_sequences(second, out, PAGES)
-    write_sequences(first, out, PAGES)
-    write_sequences(second, out, PAGES, overwrite=True)
-    keys = [example.key for shard in sequence_shards(out) for example in shard.examples()]
-    assert keys == [f"0-{p}" for p in range(20)]
-    assert len(list(out.glob("*.parquet"))) == len(sequence_shards(out))
-
-
-def test_slices_of_different_files_can_share_a_name(tmp_path: Path) -> None:
-    for slices, pages in ((2, 1), (3, 2)):
-        (path,) = corpus(tmp_path / str(slices), 1, pages)
-        renamed = Path(path).rename(tmp_path / str(slices) / f"s0-00000-of-{slices:05}.jsonl")
-        write_sequences(shards(renamed), tmp_path / "out", PAGES)
-    assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [1, 2]
 
 
 def test_the_summary_does_not_reread_the_outputs_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,6 +233,25 @@ def test_the_manifest_of_a_failed_run_is_incomplete(tmp_path: Path) -> None:
         sequence_shards(tmp_path / "out")
 
 
+def test_two_runs_at_once_in_a_store_lose_and_double_nothing(tmp_path: Path) -> None:
+    first, second = shards(corpus(tmp_path, 2, 5))
+    url, started = f"memory://shared/{tmp_path.name}", list[Progress]()
+
+    def meanwhile(progress: Progress) -> None:
+        if not started:
+            started.append(progress)
+            write_sequences([second, first], url, PAGES)
+
+    write_sequences([first], url, PAGES, report=meanwhile)
+    assert sorted(path.name for path in StorePath(url).glob("*.parquet")) == [
+        *NAMES, *(name.replace("s0", "s1") for name in NAMES)
+    ]  # fmt: skip
+    again = write_sequences([first, second], url, PAGES)
+    assert all(output.reused for output in again.outputs)
+    keys = [example.key for shard in sequence_shards(url) for example in shard.examples()]
+    assert keys == [f"{s}-{p}" for s in range(2) for p in range(5)]
+
+
 def test_outputs_can_be_written_to_a_store(tmp_path: Path) -> None:
     paths = corpus(tmp_path, 1, 5, frozenset({(0, 1)}))
     url = f"memory://ready/{tmp_path.name}"
@@ -273,104 +264,3 @@ def test_outputs_can_be_written_to_a_store(tmp_path: Path) -> None:
     assert all((StorePath(url) / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in names)
     assert [shard.count() for shard in sequence_shards(url)] == [2, 2]
     assert all(output.reused for output in write_sequences(shards(paths), url, PAGES, **options).outputs)
-
-
-def write_claim(folder: Path, **facts: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / ".mmpos-claim-00000007.json"
-    owner = {"id": "a", "machine": "elsewhere", "process": 1, "born": "1", "started": "2026-11-26 08:00:00 UTC"}
-    path.write_text(json.dumps(owner | {"beat": 3} | facts))
-    return path
-
-
-def test_the_claim_of_a_dead_run_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "_BEAT", 0.05)
-    monkeypatch.setattr(claim, "_PATIENCE", 0.2)
-    readers = shards(corpus(tmp_path, 1, 1))
-    machine = claim._machine()
-    # The first claim has no heartbeat; the process id of the second has been reused.
-    for facts in ({}, {"machine": machine, "process": os.getpid(), "born": "0"}):
-        path = write_claim(tmp_path / "out", **facts)
-        write_sequences(readers, tmp_path / "out", PAGES)
-        assert not path.exists()
-        assert not list((tmp_path / "out").glob(".mmpos-claim*"))
-
-
-def test_the_claim_of_a_live_run_on_another_machine_is_respected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claim, "_BEAT", 0.05)
-    path = write_claim(tmp_path / "out")
-    read = claim._owner
-
-    def beating(path: StorePath) -> Any:
-        owner = read(path)
-        if owner is not None:
-            write_claim(tmp_path / "out", beat=owner["beat"] + 1)
-        return owner
-
-    monkeypatch.setattr(claim, "_owner", beating)
-    with pytest.raises(InvalidInputError) as refused:
-        write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
-    who = "process 1 on elsewhere, since 2026-11-26 08:00:00 UTC"
-    want = f"folder: got '{tmp_path}/out', to which another run is writing ({who}), want one run at a time"
-    assert str(refused.value) == want
-    assert path.exists()
-
-
-def test_errors_name_an_invalid_claim_file(tmp_path: Path) -> None:
-    path = tmp_path / "out" / ".mmpos-claim-00000001.json"
-    path.parent.mkdir()
-    for content in ("", "[]", "{}"):
-        path.write_text(content)
-        with pytest.raises(
-            InvalidInputError, match=r"claim-00000001\.json: got a file that is not an mmpos claim; remove it"
-        ):
-            write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", PAGES)
-
-
-def test_a_store_that_fails_at_the_end_does_not_hide_an_error_in_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing() -> None:
-        with claim.claimed(StorePath(str(tmp_path))):
-            monkeypatch.setattr(StorePath, "remove", lambda path: Path(tmp_path / "none").unlink())
-            raise RecordError("the error of the run")
-
-    with pytest.raises(RecordError, match="the error of the run"):
-        failing()
-
-
-def test_a_run_stops_if_its_folder_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "_BEAT", 0.02)
-
-    def slowly(record: Any, location: Any) -> Any:
-        write_claim(tmp_path / "out")  # with a greater number
-        (thread,) = (thread for thread in threading.enumerate() if thread.name == "mmpos-claim")
-        thread.join(60)
-        return PAGES(record, location)
-
-    with pytest.raises(InvalidInputError, match=r"which another run took over while this one was suspended for 30 s"):
-        write_sequences(shards(corpus(tmp_path, 1, 5)), tmp_path / "out", slowly)
-    assert sorted(os.listdir(tmp_path / "out")) == [".mmpos-claim-00000007.json", "manifest.json"]
-
-
-def test_two_simultaneous_claims_are_never_both_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, path = StorePath(str(tmp_path)), write_claim(tmp_path, machine=claim._machine(), born="0")
-    dead_claims = claim._dead_claims
-
-    def interleaved(where: StorePath) -> Any:
-        dead = dead_claims(where)
-        monkeypatch.setattr(claim, "_dead_claims", dead_claims)
-        path.unlink()  # as another run would, which then gets a smaller number
-        held.enter_context(claim.claimed(where))
-        return dead
-
-    monkeypatch.setattr(claim, "_dead_claims", interleaved)
-    with (
-        ExitStack() as held,
-        pytest.raises(InvalidInputError, match=rf"process {os.getpid()} on"),
-        claim.claimed(folder),
-    ):
-        raise AssertionError("both claims are held")
-    assert os.listdir(tmp_path) == []

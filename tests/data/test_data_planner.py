@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ import planned_ranks
 import pyarrow as pa
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixed_corpus import mixed_corpus
@@ -22,10 +19,8 @@ from rank_processes import run_ranks
 
 from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
-from mmpos.cli.calibration import extrapolate
 from mmpos.data import (
     MMC4,
-    Calibration,
     Cost,
     Example,
     Headers,
@@ -37,7 +32,6 @@ from mmpos.data import (
     SequenceShard,
     SequenceWriter,
     TrainingPlan,
-    calibrate,
     first_fit_decreasing,
     plan,
     read_headers,
@@ -273,7 +267,7 @@ REFUSED = [
     ),
     ({"tokens": [2**53, 2**53]}, {}, "tokens: got a sum of 1.80144e+16, want at most 9.0072e+15"),
     ({}, {"cost": Cost(1.5e308)}, "cost: got a sum of inf over the examples, want a finite one; use smaller units"),
-    ({}, {"cost": 3}, "cost: got int, want a Cost, as returned by Cost.read"),
+    ({}, {"cost": 3}, "cost: got int, want a Cost, as returned by Cost.from_hf_config"),
     ({}, {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
 ]
 
@@ -440,29 +434,17 @@ def test_a_step_with_a_missing_shard_is_not_counted(written: Path) -> None:
     assert packs.state_dict()["step"] == 0
 
 
-def test_the_command_writes_an_index_a_report_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_an_index_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         shard(tmp_path / f"{name}.parquet", [20, 30, 40, 60] * 4)
-    index, picture = tmp_path / "index.parquet", tmp_path / "steps.png"
-    words = [
-        "data",
-        "plan",
-        f"{tmp_path}/?.parquet",
-        "-o",
-        str(index),
-        "--ranks",
-        "2",
-        "--max-tokens",
-        "128",
-        "--plot",
-        str(picture),
-    ]
-    assert main(words) == 0
+    index = tmp_path / "index.parquet"
+    (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}')
+    words = ["data", "plan", f"{tmp_path}/?.parquet", "-o", str(index), "--config", str(tmp_path)]
+    assert main([*words, "--ranks", "2", "--max-tokens", "128"]) == 0
     report = capsys.readouterr().out
     assert "32, with 1,200 tokens" in report
     assert "of 2 ranks and 1 microbatch" in report
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,95 +459,3 @@ def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pyte
     (ready / "a.parquet").unlink()
     assert main(command) == 2
     assert f"{ready}/a.parquet: got no file, want the one listed in {ready}/manifest.json" in capsys.readouterr().err
-
-
-def test_calibration_recovers_coefficients_and_costs_are_read_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want, now, order = Cost(3e-6, 2e-10, 4e-7, 1e-11), [0.0], []
-    random = np.random.default_rng(0)
-
-    def step(tokens: int, patches: int) -> None:
-        order.append((tokens, patches))
-        headers = Headers([tokens], [0], [patches] if patches else [], [int(patches > 0)])
-        delay = 0.5 if len(order) <= 10 or random.random() < 0.1 else 0.0  # slow first round and outliers
-        now[0] += 0.001 + want.of(headers).sum() + delay
-
-    monkeypatch.setattr("mmpos.data.planner.calibrate.perf_counter", lambda: now[0])
-    calibration = calibrate(step)
-    assert order == order[:10] * 8
-    assert calibration.overhead == pytest.approx(0.001, rel=1e-3)
-    assert calibration.residual < 1e-6
-    calibration.write("memory://calibrations/cost.json", model="tiny")
-    assert Cost.read("memory://calibrations/cost.json") == calibration.cost
-    calibration.write(tmp_path / "cost.json", model="tiny")
-    read = Cost.read(tmp_path / "cost.json")
-    assert read == calibration.cost
-    for term in fields(Cost):
-        assert getattr(read, term.name) == pytest.approx(getattr(want, term.name), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "got invalid JSON .*, want the output of mmpos data calibrate"),
-        ('{"cost": {"tokens": 1}}', r"cost: got \['tokens'\], want language_linear, language_quadratic, vision_linear"),
-        (
-            json.dumps({"cost": {term.name: "a" for term in fields(Cost)}}),
-            "Cost.language_linear: got 'a', want a finite",
-        ),
-        (json.dumps({"cost": {term.name: 0 for term in fields(Cost)}}), r"Cost.language_linear: got 0.0, want > 0"),
-    ],
-)
-def test_an_invalid_cost_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "cost.json").write_text(content)
-    with pytest.raises(InvalidInputError, match=f"cost.json: {message}"):
-        Cost.read(tmp_path / "cost.json")
-
-
-def test_too_few_sizes_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"tokens: got \[8\], want at least 3 different sizes"):
-        calibrate(lambda tokens, patches: None, tokens=[8, 8])
-    with pytest.raises(InvalidInputError, match=r"patches: got \[4\], want at least 3 different sizes"):
-        calibrate(lambda tokens, patches: None, patches=[4])
-
-
-def test_costs_are_extrapolated_linearly_in_the_number_of_layers() -> None:
-    def measured(language: int, vision: int) -> Calibration:
-        """Return costs that are affine functions of the numbers of layers."""
-        cost = Cost(1 + 2 * language, 0.5 * language, 3 + vision, 0.25 * vision)
-        none = np.zeros(0, np.int64)
-        return Calibration(cost, 7 + 4 * language, 0.01 * language, none, none, np.zeros(0), np.zeros(0))
-
-    extrapolated = extrapolate(measured(2, 2), measured(4, 4), 28 / 2 - 1, 32 / 2 - 1)
-    want = measured(28, 32)
-    assert (extrapolated.cost, extrapolated.overhead, extrapolated.residual) == (want.cost, want.overhead, 0.04)
-
-
-def test_errors_name_an_unreadable_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "eliza"}')
-    assert main(["data", "calibrate", str(tmp_path), "-o", str(tmp_path / "cost.json")]) == 2
-    assert f"{tmp_path}/config.json: got " in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layers", [[], ["--layers", "1"]])
-def test_the_command_calibrates_a_model_with_random_weights(
-    tmp_path: Path, layers: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Other processes delay steps, but do not add to the processor time of this process.
-    monkeypatch.setattr("mmpos.data.planner.calibrate.perf_counter", time.process_time)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 260}
-    transformers.Qwen2VLConfig(
-        text_config={**sizes, "pad_token_id": None, "rope_parameters": rope},
-        vision_config={"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
-        image_token_id=256, video_token_id=257, vision_start_token_id=258, vision_end_token_id=259,
-    ).save_pretrained(tmp_path)  # fmt: skip
-    cost = tmp_path / "cost.json"
-    words = ["--tokens", "64,512,2048", "--patches", "64,512,2048", "--repeats", "5", *layers]
-    assert main(["data", "calibrate", str(tmp_path), "-o", str(cost), *words]) == 0
-    assert Cost.read(cost).language_linear > 0
-    one = shard(tmp_path / "a.parquet", [20, 30, 40, 60])
-    assert main(["data", "plan", one.source, "-o", str(tmp_path / "index.parquet"), "--cost", str(cost)]) == 0

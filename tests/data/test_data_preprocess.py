@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from data_corpus import OddError, end_process, fail_oddly
 from waiting import alive, descendants, eventually, read_proc
@@ -31,7 +30,7 @@ from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, Unsupporte
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
 from mmpos.cli.preprocess import ShownProgress
-from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordError
+from mmpos.data.examples import Location, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.images import Images
 from mmpos.data.preprocess.job import Fill, Progress, Summary, write_sequences
@@ -39,7 +38,6 @@ from mmpos.data.preprocess.settings import describe, differences
 from mmpos.data.preprocess.shard_job import Counts
 from mmpos.data.preprocess.storage import SequenceShard
 from mmpos.data.readers import shards
-from mmpos.data.samples import write_samples
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
@@ -243,9 +241,8 @@ def test_two_runs_cannot_write_to_the_same_folder(tmp_path: Path) -> None:
             refused.append(str(second.value))
 
     first = write_sequences(readers, tmp_path / "out", PAGES, report=meanwhile)
-    owner = rf"process {os.getpid()} on \S+, since [-0-9]+ [:0-9]+ UTC"
-    want = rf"folder: got '{tmp_path}/link', to which another run is writing \({owner}\), want one run at a time"
-    assert re.fullmatch(want, refused[0])
+    want = f"folder: got '{tmp_path}/link', to which another run is writing, want one run at a time"
+    assert refused == [want]
     assert first.counts == COUNTS + COUNTS
     assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
     assert write_sequences(readers, tmp_path / "link", PAGES).counts == first.counts
@@ -492,43 +489,10 @@ def test_command_options_are_passed_to_the_library(capsys: pytest.CaptureFixture
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     Path("chat.jsonl").write_text(json.dumps(chat) + "\n")
     arguments = ["preprocess", "chat.jsonl", "-o", "out", "--format", "chat", "--scheme", "flatten", "--no-patches"]
-    options = [
-        "template.user.before=<u>",
-        'template.user.after="\\n"',
-        "template.tool=null",
-        "template.assistant.before=",
-    ]
-    for option in options:
-        arguments += ["--format-option", option]
     assert main(arguments) == 0
     (got,) = SequenceShard("out/chat.parquet").examples()
-    assert bytes(got.sequence.input_ids.tolist()).decode() == "<u>hi\nho\n\n"
+    assert bytes(got.sequence.input_ids.tolist()).decode() == "User:\nhi\n\nAssistant:\nho\n\n"
     assert got.sequence.positions.scheme == "flatten"
-
-
-def test_the_command_splits_a_large_file_without_changing_its_rows(tmp_path: Path) -> None:
-    (path,) = corpus(tmp_path, 1, 5, frozenset({(0, 3)}))
-    lines = [json.dumps(json.loads(line) | {"id": None}) for line in Path(path).read_text().splitlines()]
-    Path(path).write_text("\n".join(line + " " * 700_000 for line in lines))
-    assert main(command("s0.jsonl", "--on-error", "skip", out="whole")) == 0
-    options = ["--on-error", "skip", "--split-over", "1", "--workers", "2"]
-    assert main(command("s0.jsonl", *options)) == 0
-    whole, *parts = ["whole/s0.parquet", *(f"out/s0-0000{i}-of-00003.parquet" for i in range(3))]
-    assert sorted(path.name for path in Path("out").glob("*.parquet")) == [Path(part).name for part in parts]
-    rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
-    assert rows == pq.read_table(whole).to_pylist()
-    assert [row["key"] for row in rows] == [f"s0.jsonl[{i}]" for i in (0, 1, 2, 4)]
-    assert json.loads(Path("out/s0-00001-of-00003.quarantine.jsonl").read_text())["index"] == 3
-
-
-def test_the_command_reads_curator_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    write_samples([Document(str(i), (Piece("ab"), Piece(PHOTOS / "coffee.jpg"))) for i in range(3)], "a.parquet")
-    assert main(command("a.parquet", "-f", "curator")) == 0
-    assert capsys.readouterr().err == "1/1 shard  3 documents, 309 tokens, 3 images\n"
-    corpus(tmp_path, 1, 1)
-    assert main(command("s0.jsonl", "-f", "curator")) == 2
-    want = "mmpos: error: reader: got JsonlReader, want a reader of a Parquet file or a Lance fragment\n"
-    assert capsys.readouterr().err == want
 
 
 @pytest.mark.parametrize(
@@ -603,13 +567,12 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
     [
         (["none.jsonl"], "paths[0]: got 'none.jsonl', want a file, or a pattern that matches files"),
         (["s0.jsonl", "-f", "laion"], f"--format: got 'laion', want one of {', '.join(FORMATS)}"),
-        (["s0.jsonl", "--format-option", "x=1"], "--format-option x=1: got 'x', want one of separator"),
-        (["s0.jsonl", "--format-option", "images=1"], "--format-option images=1: got 'images', want one of separator"),
-        (["s0.jsonl", "--format-option", "separator"], "--format-option: got 'separator', want NAME=VALUE"),
         (
-            ["s0.jsonl", "--format-option", "separator.x=1"],
-            "--format-option separator.x=1: got 'x' of 'separator', which has no fields: want separator=VALUE",
+            ["s0.jsonl", "--marker", "images=1"],
+            "--marker images=1: got 'images', want one of begin, end, patch, row, last_row, video, audio, audio_begin, "
+            "audio_end",
         ),
+        (["s0.jsonl", "--marker", "row"], "--marker: got 'row', want NAME=VALUE"),
         (["s0.jsonl", "--image-option", "patch_size=big"], "--image-option patch_size=big: got 'big', want JSON"),
         (["s0.jsonl", "--image-option", "patch_size=0"], "patch_size: got 0, want >= 1"),
         (["s0.jsonl", "--scheme", "tie"], None),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
-import lance
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -50,15 +48,6 @@ def test_records_become_examples_or_errors_in_order(block: Any) -> None:
     assert "a.tar[2]: " in output["error"][2].as_py()
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
     for got, want in zip(read_examples(output), wanted, strict=True):
-        assert_equal(got, want)
-
-
-def test_examples_from_a_stage_are_read_back_from_lance(tmp_path: Path) -> None:
-    output = STAGE(pa.Table.from_pylist(RECORDS))
-    for _ in range(2):
-        lance.write_dataset(output, tmp_path / "ready.lance", mode="append")
-    stored = list(read_examples(lance.dataset(tmp_path / "ready.lance").to_table()))
-    for got, want in zip(stored, 2 * list(read_examples(output)), strict=True):
         assert_equal(got, want)
 
 

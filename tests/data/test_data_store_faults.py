@@ -121,8 +121,6 @@ def test_a_failed_upload_leaves_the_existing_file_unchanged(
     faults.fail(fault, "PUT", "data.bin")
     with pytest.raises(kind, match=re.escape(repr(str(path)))):
         path.write_bytes(b"after")
-    with pytest.raises(kind, match=re.escape(repr(str(path)))):
-        path.create(b"after")
     assert path.read_bytes() == DATA
 
 
@@ -132,10 +130,3 @@ def test_losing_part_of_an_upload_causes_an_error_and_leaves_no_file(faults: Fau
     with pytest.raises(OSError, match=re.escape(repr(str(large)))):
         large.write_bytes(bytes(12 * 2**20))
     assert not large.exists()
-
-
-def test_a_claim_is_held_after_a_lost_response(faults: FaultyStore, path: StorePath) -> None:
-    faults.fail("unanswered", "PUT", "claim", times=1)
-    claim = path.with_name("claim")
-    assert claim.create(b"mine")
-    assert not claim.create(b"another")

@@ -27,7 +27,7 @@ from s3 import ENVIRONMENT, make_bucket, s3_server
 from mmpos import ImageProcessor, SequenceBuilder
 from mmpos.data import Pairs, Preprocess, Reader, RecordError, shards, write_sequences
 from mmpos.data.stores import StorePath, _errors_of, open_parquet, store_path
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError
 
 _NUMBERS = count()
 
@@ -82,17 +82,6 @@ def test_a_failed_with_block_leaves_the_existing_file_unchanged(folder: StorePat
         file.writelines([b"half", None])  # type: ignore[list-item]
     assert path.read_bytes() == b"before"
     assert folder.glob("*") == [path]
-
-
-def test_only_one_caller_creates_a_file(folder: StorePath) -> None:
-    claim = folder / "claim"
-    assert claim.create(b"first")
-    assert not claim.create(b"second")
-    assert claim.create(b"first")  # the same claim again, as after a lost response
-    assert claim.read_bytes() == b"first"
-    assert folder.glob("*") == [claim]
-    claim.remove()
-    assert claim.create(b"second")
 
 
 def test_the_identity_changes_when_a_file_is_rewritten(folder: StorePath) -> None:
@@ -224,7 +213,7 @@ def test_urls_with_credentials_are_refused_and_not_printed(url: str, message: st
     assert "hid" not in str(raised.value)
 
 
-def test_errors_name_unknown_schemes_missing_packages_and_missing_conditional_writes() -> None:
+def test_errors_name_unknown_schemes_and_missing_packages() -> None:
     with pytest.raises(
         InvalidInputError, match=r"got a URL with the scheme 'nope', want a scheme of pyarrow.fs or fsspec"
     ):
@@ -232,8 +221,6 @@ def test_errors_name_unknown_schemes_missing_packages_and_missing_conditional_wr
     want = r"^sftp URLs: paramiko is not installed; install it with: pip install paramiko$"
     with pytest.raises(ImportError, match=want):
         store_path("x", "sftp://host/a").open()
-    with pytest.raises(UnsupportedError, match=r"^https://host/a: got a store without conditional writes, want"):
-        store_path("x", "https://host/a").create(b"")
 
 
 @pytest.mark.parametrize(

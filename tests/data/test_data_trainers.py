@@ -218,7 +218,7 @@ class Sized(Shards):
         (Packer(60), 0, 2),
         (Packer(47, buffer=3, multiple_of=47), 1, 0),
         (Batcher(3, max_tokens=30), 0, 0),
-        (Batcher(7, drop_last=True), 1, 2),
+        (Batcher(7), 1, 2),
     ],
 )
 def test_the_number_of_batches_is_computed_from_lengths(batching: Any, rank: int, workers: int) -> None:

@@ -10,10 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import ClassVar, Literal
 
-Fault = Literal["slow", "busy", "cut", "denied", "lost", "unanswered"]
-"""Answer after a second; answer 503; send half of the body; answer 403; store an empty body; store the body and answer
-503.
-"""
+Fault = Literal["slow", "busy", "cut", "denied", "lost"]
+"""Answer after a second; answer 503; send half of the body; answer 403; store an empty body."""
 
 
 class FaultyStore:
@@ -70,10 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer = connection.getresponse()
         data, answer_headers = answer.read(), dict(answer.getheaders())
         connection.close()
-        if fault == "unanswered":
-            self._answer(503, {}, _ERRORS["busy"])
-        else:
-            self._answer(answer.status, answer_headers, data, cut=fault == "cut")
+        self._answer(answer.status, answer_headers, data, cut=fault == "cut")
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":

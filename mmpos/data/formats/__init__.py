@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from mmpos.data.formats.chat import Chat, LLaVA
-from mmpos.data.formats.curator import Curator
-from mmpos.data.formats.pages import MMC4, Energon, Obelics
+from mmpos.data.formats.pages import MMC4, Obelics
 from mmpos.data.formats.pairs import HFImages, Pairs
 from mmpos.data.formats.templates import ChatTemplate, TokenizerTemplate, Turn
 
@@ -14,8 +13,6 @@ __all__ = [
     "MMC4",
     "Chat",
     "ChatTemplate",
-    "Curator",
-    "Energon",
     "HFImages",
     "LLaVA",
     "Obelics",
@@ -30,8 +27,6 @@ FORMATS: Mapping[str, type] = MappingProxyType(
         "mmc4": MMC4,
         "chat": Chat,
         "llava": LLaVA,
-        "energon": Energon,
-        "curator": Curator,
         "hf": HFImages,
         "pairs": Pairs,
     }

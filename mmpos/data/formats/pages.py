@@ -1,18 +1,16 @@
-"""Formats of interleaved documents: OBELICS and Multimodal C4 web pages, and Megatron Energon sequences."""
+"""Formats of interleaved documents: OBELICS and Multimodal C4 web pages."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mmpos.data.examples import Piece
 from mmpos.data.formats.fields import Field, RecordFormat
 from mmpos.data.formats.images import Images
-from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 
-__all__ = ["MMC4", "Energon", "Obelics"]
+__all__ = ["MMC4", "Obelics"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class MMC4(RecordFormat):
     ``text_list`` is a list of sentences and ``image_info`` a list of images, each with ``matched_text_index`` (index of
     its sentence), ``matched_sim`` (CLIP similarity to the sentence), ``image_name`` and ``raw_url``. Images of the same
     sentence keep the order of image_info. The shape of the optional ``similarity_matrix``, one row per image and one
-    column per sentence, is checked; its values are not used.
+    column per sentence, is checked. No similarity is used.
 
     Source: the README in the repository allenai/mmc4; Zhu et al. 2023, arXiv:2304.06939.
 
@@ -83,22 +81,17 @@ class MMC4(RecordFormat):
     Args:
         images: sources of the images.
         reference: field with the image reference, "image_name" or "raw_url".
-        min_similarity: images with a smaller matched_sim are left out without being read; None keeps all images.
         separator: text between adjacent sentences.
     """
 
     names: ClassVar[str] = "text_list, image_info"
     images: Images = field(default_factory=Images)
     reference: str = "image_name"
-    min_similarity: float | None = None
     separator: str = " "
 
     def __post_init__(self) -> None:
         one_of("reference", self.reference, ("image_name", "raw_url"))
         super().__post_init__()
-        bound = self.min_similarity
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or bound != bound):
-            raise InvalidInputError(f"min_similarity: got {bound!r}, want a number or None")
 
     def _pieces(self, record: Field) -> list[Piece]:
         sentences = [sentence.text() for sentence in record["text_list"].items()]
@@ -107,14 +100,10 @@ class MMC4(RecordFormat):
         before: list[list[Piece]] = [[] for _ in sentences]
         for info in infos:
             index = info["matched_text_index"].index("text_list", len(sentences))
-            if self._similar(info["matched_sim"]):
-                before[index].append(Piece(info[self.reference].image(self.images)))
+            if info["matched_sim"].value is not None:
+                info["matched_sim"].number()
+            before[index].append(Piece(info[self.reference].image(self.images)))
         return [piece for i, sentence in enumerate(sentences) for piece in (*before[i], Piece(sentence))]
-
-    def _similar(self, similarity: Field) -> bool:
-        if similarity.value is None and self.min_similarity is None:
-            return True
-        return similarity.number() >= (-math.inf if self.min_similarity is None else self.min_similarity)
 
 
 def _check_matrix(matrix: Field, rows: int, columns: int) -> None:
@@ -126,31 +115,3 @@ def _check_matrix(matrix: Field, rows: int, columns: int) -> None:
     for row in similarities:
         if len(row.items()) != columns:
             raise row.error(f"{columns} as in text_list", got=f"{len(row.items())} values")
-
-
-@dataclass(frozen=True)
-class Energon(RecordFormat):
-    """Format of records with a ``sequence`` of texts and images, like Energon's InterleavedSample.
-
-    An image is a (3, h, w) tensor of floats from 0 to 1, the default of Energon's decoder, or of uint8; an undecoded
-    image is the bytes of a file or a struct of bytes and path. Strings are always text, never paths or URLs.
-
-    Source: megatron.energon.InterleavedSample, ``sequence: List[Union[torch.Tensor, str]]``.
-
-    >>> from mmpos.data import Location
-    >>> Energon()({"sequence": ["A cat:", b"GIF89a"]}, Location("shard.tar", 0)).parts
-    ['A cat:', b'GIF89a']
-
-    Args:
-        images: sources of images that are structs with only a path.
-        separator: text between adjacent texts.
-    """
-
-    names: ClassVar[str] = "sequence"
-    images: Images = field(default_factory=Images)
-    separator: str = ""
-
-    def _pieces(self, record: Field) -> list[Piece]:
-        want = "text, a tensor, the bytes of a file, or a struct of bytes and path"
-        items = record["sequence"].items()
-        return [Piece(item.text() if isinstance(item.value, str) else item.image(self.images, want)) for item in items]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import product
-from os import PathLike
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.data.examples import IGNORE_INDEX, Example
-from mmpos.data.stores import store_path
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.hf_config import Fields
-from mmpos.support.checks import IntArray, finite, first_bad, host_array, instance, int_array, integer, integers, naming
+from mmpos.support.checks import IntArray, finite, first_bad, host_array, instance, int_array, integer, integers
 
 __all__ = ["Cost", "Headers"]
 
@@ -173,38 +170,13 @@ class Cost:
         if times.shape != (len(batches),) or len(batches) < 4 or not is_valid.all():
             got = f"{times.shape} for {len(batches)} batches"
             raise InvalidInputError(f"seconds: got {got}, want one time above 0 for each of at least four batches")
-        terms = np.array([sum_terms(batch) for batch in batches])
-        coefficients = fit_terms(terms, times)
+        terms = np.array([_terms(batch).sum(axis=1) for batch in batches])
+        coefficients = _fit_terms(terms, times)
         if not coefficients[0]:
             raise InvalidInputError(
                 "seconds: got times that do not grow with tokens, want batches of more varied sizes"
             )
         return cls(*coefficients.tolist())
-
-    @classmethod
-    def read(cls, path: str | PathLike[str]) -> Cost:
-        """Read the coefficients in the object ``cost`` of a JSON file from ``Calibration.write``.
-
-        Args:
-            path: path or URL of the file.
-
-        Raises:
-            InvalidInputError: the file is not JSON with these coefficients.
-            OSError: the file cannot be read.
-        """
-        try:
-            content = json.loads(store_path("path", path).read_bytes())
-        except ValueError as error:
-            raise InvalidInputError(
-                f"{path}: got invalid JSON ({error}), want the output of mmpos data calibrate"
-            ) from None
-        cost = content.get("cost") if isinstance(content, dict) else None
-        names = {term.name for term in fields(cls)}
-        if not isinstance(cost, dict) or cost.keys() != names:
-            got = sorted(cost) if isinstance(cost, dict) else "no object"
-            raise InvalidInputError(f"{path}: cost: got {got}, want {', '.join(sorted(names))}")
-        with naming(str(path)):
-            return cls(**cost)
 
     def of(self, headers: Headers) -> FloatArray:
         """Return the (examples,) cost of each example."""
@@ -220,13 +192,7 @@ def _terms(headers: Headers) -> FloatArray:
     return np.stack([tokens, tokens**2, *image_terms])
 
 
-def sum_terms(headers: Headers) -> FloatArray:
-    """Return the (4,) sums of tokens, squared tokens, patches and squared patches over all examples."""
-    total: FloatArray = _terms(headers).sum(axis=1)
-    return total
-
-
-def fit_terms(terms: FloatArray, times: FloatArray) -> FloatArray:
+def _fit_terms(terms: FloatArray, times: FloatArray) -> FloatArray:
     """Minimize squared relative errors over coefficients >= 0 by solving for every subset of the terms."""
     best, least = np.zeros(terms.shape[1]), np.inf
     scale = np.abs(terms).max(axis=0)

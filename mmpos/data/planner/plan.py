@@ -194,7 +194,7 @@ def _costs(cost: Cost, headers: Headers) -> FloatArray:
     """Return the cost of each example, and check that the sum is finite."""
     instance("headers", headers, Headers, "Headers.of")
     with np.errstate(over="ignore"):
-        costs = instance("cost", cost, Cost, "Cost.read").of(headers)
+        costs = instance("cost", cost, Cost, "Cost.from_hf_config").of(headers)
         total = costs.sum()
     if not np.isfinite(total):
         raise InvalidInputError(f"cost: got a sum of {total} over the examples, want a finite one; use smaller units")

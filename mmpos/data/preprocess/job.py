@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -18,7 +19,6 @@ import numpy as np
 
 from mmpos.data.examples import MakeExample
 from mmpos.data.packing import first_fit_decreasing
-from mmpos.data.preprocess.claim import Claim, claimed
 from mmpos.data.preprocess.engines import run_local, run_ray
 from mmpos.data.preprocess.manifest import Manifest, ShardFiles
 from mmpos.data.preprocess.settings import differences
@@ -147,7 +147,7 @@ def write_sequences(
     Files are written atomically, so the same call completes a killed run. It reuses finished files, or raises an error
     if their input or the settings changed. A file that was touched or copied counts as unchanged; for inputs other than
     files, only the name and number of records are compared. The engine, number of workers and interruptions do not
-    affect the files. ``sequence_shards`` opens the folder using its manifest. A claim file locks out other runs.
+    affect the files. ``sequence_shards`` opens the folder using its manifest. Another run on this machine is refused.
 
     Args:
         readers: readers of the shards; ``mmpos.data.shards`` creates them from paths.
@@ -178,16 +178,43 @@ def write_sequences(
     job = ShardJob(preprocess, on_error, patches, max_skipped)
     output = store_path("folder", folder)
     tasks, begin = _tasks(readers, output), time.monotonic()
-    with claimed(output) as claim:
+    with _locked(output):
         manifest = _opened(output, job, tasks, overwrite)
         before = {task.stem: frozenset(manifest.shards[task.stem].files) for task in tasks}
         missing = [replace(task, done=before[task.stem]) for task in tasks if not manifest.shards[task.stem].complete]
-        lengths = _run(engine, job, missing, workers, manifest, claim, _Progress(report, len(tasks), len(missing)))
+        lengths = _run(engine, job, missing, workers, manifest, _Progress(report, len(tasks), len(missing)))
         if overwrite:
             manifest.remove_strays()
         seconds = time.monotonic() - begin
     outputs = tuple(_outputs(manifest, tasks, before))
     return Summary(outputs, _fill(outputs, lengths, max_tokens), seconds)
+
+
+@contextmanager
+def _locked(folder: StorePath) -> Iterator[None]:
+    """Lock a folder on this machine for the duration of the block; the lock of a killed process ends with it.
+
+    Folders in stores, and on file systems without locks, are not locked.
+
+    Raises:
+        InvalidInputError: another run on this machine holds the lock.
+    """
+    if folder.is_url:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidInputError(
+                f"folder: got {str(folder)!r}, to which another run is writing, want one run at a time"
+            ) from None
+        except OSError:  # the file system has no locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: bool) -> Manifest:
@@ -210,43 +237,10 @@ def _opened(folder: StorePath, job: ShardJob, tasks: Sequence[Task], overwrite: 
         if other and (others := manifest.shards.keys() - own):
             path = folder / part_name(min(others), 0)
             raise InvalidInputError(f"{path}: got the output of {', and '.join(other)}; remove it, or overwrite all")
-    stale = _split_otherwise(manifest, tasks)
-    for path in manifest.files_of(stale):
-        if not overwrite:
-            want = "use the same --split-over, or overwrite all"
-            raise InvalidInputError(f"{path}: got the output of the same file, split differently; {want}")
-        path.remove()
-        quarantine_of(path).remove()
-    for name in stale:
-        del manifest.shards[name]
     manifest.settings = job.settings
     for task in tasks:
         manifest.shards.setdefault(task.stem, ShardFiles({}))
     return manifest
-
-
-def _split_otherwise(manifest: Manifest, tasks: Sequence[Task]) -> list[str]:
-    """Return the manifest's shards whose file is that of a task, but was split into a different number of slices."""
-    others = sorted(manifest.shards.keys() - {task.stem for task in tasks})
-    files = {_unsliced(name)[0] for name in others}
-    sizes = dict[str, dict[str | None, object]]()  # sizes of each file, by number of slices
-    for task in tasks:
-        file, slices = _unsliced(task.stem)
-        if file in files and slices not in sizes.setdefault(file, {}):
-            sizes[file][slices] = task.identity["size"]
-    return [name for name in others if _is_split_otherwise(name, manifest.shards[name], sizes)]
-
-
-def _is_split_otherwise(name: str, shard: ShardFiles, sizes: Mapping[str, Mapping[str | None, object]]) -> bool:
-    file, slices = _unsliced(name)
-    size = shard.source.get("size")  # None if no part was finished
-    return any(other != slices and size in (None, want) for other, want in sizes.get(file, {}).items())
-
-
-def _unsliced(stem: str) -> tuple[str, str | None]:
-    """Return the name of the file that this may be a slice of, and the number of slices or None."""
-    match = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})", stem, re.DOTALL)
-    return (match[1], match[2]) if match else (stem, None)
 
 
 def _outputs(manifest: Manifest, tasks: Sequence[Task], before: Mapping[str, Collection[int]]) -> Iterator[Output]:
@@ -328,7 +322,6 @@ def _run(
     tasks: Sequence[Task],
     workers: int,
     manifest: Manifest,
-    claim: Claim,
     progress: _Progress,
 ) -> Counter[int]:
     """Run the tasks, record finished parts, and remove temporary files left by killed runs and workers.
@@ -339,7 +332,6 @@ def _run(
         tasks: tasks with missing parts.
         workers: see write_sequences.
         manifest: manifest of the folder, saved at intervals and at the end.
-        claim: claim on the folder.
         progress: receives every step.
 
     Returns:
@@ -355,7 +347,6 @@ def _run(
             run_tasks = run_local if engine == "local" else run_ray
             with closing(run_tasks(job, tasks, workers)) as steps:
                 for step in steps:
-                    claim.check()
                     manifest.add(numbered[step.task], step)
                     lengths.update(step.lengths)
                     done += step.source is not None and manifest.shards[numbered[step.task].stem].complete
@@ -365,7 +356,6 @@ def _run(
                         seconds = time.monotonic() - now
                         save_at = time.monotonic() + max(_SAVE, seconds / _SAVE_SHARE)
         finally:
-            claim.check()
             _sweep(manifest)
             manifest.save()
     progress.report(done)

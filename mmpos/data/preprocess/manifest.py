@@ -129,10 +129,6 @@ class Manifest:
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
         return name == _NAME or (ending is not None and self._part_of(name.removesuffix(ending))[0] in self.shards)
 
-    def files_of(self, names: Collection[str]) -> list[StorePath]:
-        """List the outputs of these shards in the folder, including those not in the manifest."""
-        return [path for path in self.folder.glob("*.parquet") if self._part_of(path.stem)[0] in names] if names else []
-
     def remove_strays(self) -> None:
         """Remove outputs of these shards that the manifest does not list: earlier runs made them from other inputs."""
         listed = {file.name for shard in self.shards.values() for file in shard.files.values()}

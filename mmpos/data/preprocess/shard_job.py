@@ -124,14 +124,11 @@ class Task:
 
         The size of a file is its number of bytes; that of any other input is its number of records.
         """
-        source = store_path("source", self.reader.source)
-        path = store_path("path", getattr(self.reader, "path", source))  # the source of a slice is not a file
-        if not path.is_file():
-            return {"source": source.name, "size": self.reader.count()}
-        return {"source": source.name, **path.identity()}
+        path = store_path("source", self.reader.source)
+        return {"source": path.name, **(path.identity() if path.is_file() else {"size": self.reader.count()})}
 
     def digest(self) -> str | None:
-        """Compute the SHA-256 of an input file on this machine; return None for slices and all other inputs."""
+        """Compute the SHA-256 of an input file on this machine; return None for all other inputs."""
         path = store_path("source", self.reader.source)
         if path.is_url or not path.is_file():
             return None

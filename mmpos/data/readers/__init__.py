@@ -1,4 +1,4 @@
-"""Readers of shards: WebDataset tar files, Parquet, JSON lines, Lance, and Hugging Face datasets."""
+"""Readers of shards: WebDataset tar files, Parquet, JSON lines, and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from multiprocessing.pool import ThreadPool
 
 from mmpos.data.readers.base import Raw, Reader
 from mmpos.data.readers.jsonl import JsonlReader
-from mmpos.data.readers.slices import split_shards
-from mmpos.data.readers.tables import DatasetReader, LanceReader, ParquetReader, dataset_shards, lance_readers
+from mmpos.data.readers.tables import DatasetReader, ParquetReader, dataset_shards
 from mmpos.data.readers.tar import TarReader
 from mmpos.data.stores import StorePath, store_path
 from mmpos.errors import InvalidInputError
@@ -19,14 +18,12 @@ __all__ = [
     "SUFFIXES",
     "DatasetReader",
     "JsonlReader",
-    "LanceReader",
     "ParquetReader",
     "Raw",
     "Reader",
     "TarReader",
     "dataset_shards",
     "shards",
-    "split_shards",
 ]
 
 SUFFIXES: dict[str, type[JsonlReader] | type[ParquetReader] | type[TarReader]] = {
@@ -41,8 +38,6 @@ SUFFIXES: dict[str, type[JsonlReader] | type[ParquetReader] | type[TarReader]] =
 }
 """Reader class by file name suffix."""
 
-_LANCE = ".lance"
-
 _REQUESTS = 16  # concurrent requests to a store
 
 
@@ -51,8 +46,7 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
 
     Args:
         paths: one or more paths, URLs, or patterns of either with ``*``, ``?``, ``[…]`` or ``**``; the name of an
-            existing file is not treated as a pattern. A folder whose name ends in .lance is a dataset with one reader
-            per fragment.
+            existing file is not treated as a pattern.
 
     Raises:
         InvalidInputError: a file does not exist or is listed twice, a pattern matches nothing, no reader supports the
@@ -61,7 +55,7 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
     """
     entries = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     patterns = [store_path(f"paths[{i}]", path) for i, path in enumerate(entries)]
-    readers: dict[str, list[Reader]] = {}
+    readers: dict[str, Reader] = {}
     with ThreadPool(min(_REQUESTS, max(len(patterns), 1))) as threads:
         for i, files in enumerate(threads.imap(_files, patterns)):
             if not files:
@@ -70,20 +64,18 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
             for name in map(str, files):
                 if name in readers:
                     raise InvalidInputError(f"paths[{i}]: got {name!r} again, want each file once")
-                readers[name] = _readers(f"paths[{i}]", name)
-    return [reader for of_file in readers.values() for reader in of_file]
+                readers[name] = _reader(f"paths[{i}]", name)
+    return list(readers.values())
 
 
 def _files(pattern: StorePath) -> list[StorePath]:
-    if pattern.is_file() or (pattern.name.endswith(_LANCE) and pattern.exists()):
+    if pattern.is_file():
         return [pattern]
-    return pattern.matches(_LANCE) if has_magic(str(pattern)) else []
+    return pattern.matches() if has_magic(str(pattern)) else []
 
 
-def _readers(name: str, path: str) -> list[Reader]:
-    if path.rstrip("/").endswith(_LANCE):
-        return [*lance_readers(path.rstrip("/"))]
+def _reader(name: str, path: str) -> Reader:
     for suffix, reader in SUFFIXES.items():
         if StorePath(path).name.endswith(suffix):
-            return [reader(path)]
-    raise InvalidInputError(f"{name}: got {path!r}, want a name ending in one of {', '.join((*SUFFIXES, _LANCE))}")
+            return reader(path)
+    raise InvalidInputError(f"{name}: got {path!r}, want a name ending in one of {', '.join(SUFFIXES)}")

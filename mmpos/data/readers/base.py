@@ -11,7 +11,7 @@ from mmpos.data.examples import Location, Record, RecordError
 from mmpos.data.stores import StorePath, store_path
 from mmpos.support.checks import integer
 
-__all__ = ["FileReader", "Mark", "Raw", "Reader", "broken", "is_chosen", "stride"]
+__all__ = ["FileReader", "Raw", "Reader", "broken", "is_chosen", "stride"]
 
 Raw = Record | RecordError
 """Raw record with undecoded images, or the error that replaces a record that cannot be read."""
@@ -38,19 +38,6 @@ class Reader(Protocol):
 
     def count(self) -> int | None:
         """Return the number of records if it is known without reading them, else None."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Start of a record in a file.
-
-    Args:
-        index: index of the record.
-        offset: byte offset of the record.
-    """
-
-    index: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -82,15 +69,11 @@ class FileReader(ABC):
 
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read the records start, start + step, … of the file."""
-        return self.records_from(Mark(0, 0), *stride(start, step))
+        return self._records(*stride(start, step))
 
     @abstractmethod
-    def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Read the records start, start + step, …, beginning at a mark at or before the first of these records."""
-
-    def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark for the first record after every ``size`` bytes, if it can be found without parsing records."""
-        return iter(())
+    def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
+        """Read the records start, start + step, … of the file."""
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Yield the error instead of a record and all later ones, if that record is among those to read."""

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.readers.base import FileReader, Mark, Raw, broken, is_chosen
+from mmpos.data.readers.base import FileReader, Raw, broken, is_chosen
 from mmpos.support.extras import needed_for
 
 __all__ = ["JsonlReader"]
 
 _COMPRESSED = (".gz", ".zst")
-_BLOCK = 2**20  # bytes read at a time to count lines
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,11 @@ class JsonlReader(FileReader):
         path: path or URL of the file; files ending in .gz or .zst are decompressed.
     """
 
-    def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
+    def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records; reading continues after an invalid line, and ends at corrupt compressed data."""
-        index = begin.index
+        index = 0
         try:
             with self.file.open() as packed, _unpacked(self.file.name, packed) as file:
-                if begin.offset:
-                    file.seek(begin.offset)
                 while line := file.readline():
                     if is_chosen(index, start, step) and not line.isspace():
                         here = Location(self.path, index)
@@ -41,20 +38,6 @@ class JsonlReader(FileReader):
                     index += 1
         except (OSError, EOFError, zlib.error) as error:
             yield from self.lost(error, index, start, step)
-
-    def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark for the first line after every ``size`` bytes of an uncompressed file; this counts all lines."""
-        if self.file.name.endswith(_COMPRESSED):
-            return
-        with self.file.open() as file:
-            index = 0
-            while True:
-                for left in range(size, 0, -_BLOCK):
-                    index += file.read(min(left, _BLOCK)).count(b"\n")
-                index += file.readline().endswith(b"\n")
-                if not file.peek(1):
-                    return
-                yield Mark(index, file.tell())
 
 
 def _unpacked(name: str, packed: io.BufferedReader) -> io.BufferedReader | gzip.GzipFile:

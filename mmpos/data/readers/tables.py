@@ -1,30 +1,26 @@
-"""Readers of tables: Parquet files, Lance datasets, and Hugging Face datasets, with images left undecoded."""
+"""Readers of tables: Parquet files and Hugging Face datasets, with images left undecoded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mmpos.data.examples import Location
-from mmpos.data.readers.base import FileReader, Mark, Raw, broken, is_chosen, stride
+from mmpos.data.readers.base import FileReader, Raw, broken, is_chosen, stride
 from mmpos.data.stores import open_parquet
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import integer
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     import pyarrow
     from datasets import Dataset, IterableDataset
-    from lance import LanceDataset, LanceFragment
     from pyarrow.parquet import ParquetFile
 
-__all__ = ["DatasetReader", "LanceReader", "ParquetReader", "dataset_shards", "lance_readers", "row"]
+__all__ = ["DatasetReader", "ParquetReader", "dataset_shards"]
 
 _BATCH_ROWS = 16  # rows decoded at once
-_LANCE_BUFFER = 2**26  # bytes that Lance reads ahead
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class ParquetReader(FileReader):
         path: path or URL of the file.
     """
 
-    def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
+    def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
         pa = _arrow()
         try:
@@ -54,22 +50,8 @@ class ParquetReader(FileReader):
                     batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], use_threads=False)
                     for index, table in _numbered(batches, first, stop):
                         if is_chosen(index, start, step):
-                            yield Location(self.path, index), row(table, index, self.path)
+                            yield Location(self.path, index), _row(table, index, self.path)
                 first = stop
-
-    def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark for the first row of the row group after every ``size`` bytes."""
-        pa = _arrow()
-        index = offset = 0
-        next_offset = size
-        with suppress(OSError, pa.ArrowException), self._open() as file:
-            for number in range(file.num_row_groups):
-                if offset >= next_offset:
-                    yield Mark(index, offset)
-                    next_offset = offset + size
-                group = file.metadata.row_group(number)
-                index += group.num_rows
-                offset += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
 
     def count(self) -> int | None:
         """Return the number of rows from the footer, or None if the footer cannot be read."""
@@ -80,99 +62,9 @@ class ParquetReader(FileReader):
         except pa.ArrowException:
             return None
 
-    def column(self, name: str) -> pyarrow.ChunkedArray:
-        """Read a column of all rows.
-
-        Raises:
-            InvalidInputError: the file has no column with this name.
-        """
-        with self._open() as file:
-            _check_column(name, file.schema_arrow.names, self.path)
-            return file.read([name])[name]
-
     def _open(self) -> ParquetFile:
         # Buffered reads keep memory use constant; checksums, where present, are cheap enough to verify.
         return open_parquet(self.file, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
-
-
-@dataclass(frozen=True)
-class LanceReader:
-    """Reader of a fragment of a Lance dataset; a record is a row converted to Python objects. Deleted rows are skipped.
-
-    If a row cannot be read, it and all later rows become errors. Lance starts threads, so workers must be spawned, not
-    forked.
-
-    Args:
-        path: folder of the dataset, a path or a URL that Lance opens.
-        fragment: number of the fragment.
-        version: version of the dataset.
-    """
-
-    path: str
-    fragment: int
-    version: int
-
-    @property
-    def source(self) -> str:
-        """Path of the dataset, with the fragment number appended."""
-        return f"{self.path}-{self.fragment:05}"
-
-    def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
-        """Read records; those before the start are not read."""
-        start, step = stride(start, step)
-        fragment, count = self._open(), self.count()
-        if start >= count:
-            return
-        batches = fragment.to_batches(batch_size=_BATCH_ROWS, offset=start, io_buffer_size=_LANCE_BUFFER)
-        for index, table in _numbered(batches, start, count):
-            if is_chosen(index, start, step):
-                yield Location(self.source, index), row(table, index, self.source)
-
-    def count(self) -> int:
-        """Return the number of rows, excluding deleted ones."""
-        return int(self._open().count_rows())
-
-    def column(self, name: str) -> pyarrow.ChunkedArray:
-        """Read a column of all rows.
-
-        Raises:
-            InvalidInputError: the dataset has no column with this name.
-        """
-        fragment = self._open()
-        _check_column(name, fragment.schema.names, self.source)
-        return fragment.to_table(columns=[name])[name]
-
-    def _open(self) -> LanceFragment:
-        fragment = _open_lance(self.path, self.version).get_fragment(self.fragment)
-        if fragment is None:
-            raise InvalidInputError(f"fragment: got {self.fragment}, want a fragment of {self.path}")
-        return fragment
-
-
-def lance_readers(path: str) -> list[LanceReader]:
-    """Open a reader for each fragment of the latest version of a Lance dataset, in order."""
-    dataset = _open_lance(path)
-    return [LanceReader(path, fragment.fragment_id, dataset.version) for fragment in dataset.get_fragments()]
-
-
-def _open_lance(path: str, version: int | None = None) -> LanceDataset:
-    """Open a Lance dataset.
-
-    Raises:
-        InvalidInputError: the dataset or its version does not exist.
-    """
-    with needed_for("Lance datasets", extra="lance"):
-        import lance
-    try:
-        return lance.dataset(path, version)
-    except ValueError as error:
-        want = "a Lance dataset" if version is None else f"a Lance dataset with version {version}"
-        raise InvalidInputError(f"{path}: got {str(error).partition(', /')[0]}, want {want}") from error
-
-
-def _check_column(name: str, columns: Sequence[str], source: str) -> None:
-    if name not in columns:
-        raise InvalidInputError(f"{source}: got the columns {', '.join(columns)}, want {name} among them")
 
 
 def _numbered(
@@ -192,7 +84,7 @@ def _numbered(
     yield from ((lost, fault) for lost in range(index, stop))
 
 
-def row(table: pyarrow.Table | pyarrow.RecordBatch | Exception, index: int, source: str) -> Raw:
+def _row(table: pyarrow.Table | pyarrow.RecordBatch | Exception, index: int, source: str) -> Raw:
     """Return the record in a table of one row, or the error in its place."""
     here = Location(source, index)
     if isinstance(table, Exception):
@@ -235,14 +127,14 @@ class DatasetReader:
                 wanted = range(first, min(first + step * _BATCH_ROWS, len(arrow)), step)
                 rows = arrow[wanted]
                 for i, index in enumerate(wanted):
-                    yield Location(self.source, index), row(rows.slice(i, 1), index, self.source)
+                    yield Location(self.source, index), _row(rows.slice(i, 1), index, self.source)
             return
         # Not a for loop, which in a DataLoader worker would yield only a share of the rows.
         index = start
         for rows in arrow.skip(start).iter(_BATCH_ROWS):
             for i in range(rows.num_rows):
                 if is_chosen(index, start, step):
-                    yield Location(self.source, index), row(rows.slice(i, 1), index, self.source)
+                    yield Location(self.source, index), _row(rows.slice(i, 1), index, self.source)
                 index += 1
 
     def count(self) -> int | None:
@@ -250,24 +142,17 @@ class DatasetReader:
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
 
-def dataset_shards(
-    dataset: Dataset | IterableDataset, num_shards: int | None = None, name: str = "dataset"
-) -> list[DatasetReader]:
-    """Split a dataset into shards.
+def dataset_shards(dataset: Dataset | IterableDataset, name: str = "dataset") -> list[DatasetReader]:
+    """Open a reader for each shard of an IterableDataset, or one for a Dataset.
 
     Args:
         dataset: a Dataset or an IterableDataset.
-        num_shards: number of shards; None means 1 for a Dataset, and the number of its own shards for an
-            IterableDataset.
         name: name of the dataset in error messages.
     """
     whole = DatasetReader(dataset, name)
-    if num_shards is None:
-        num_shards = 1 if whole.count() is not None else dataset.num_shards
-    num_shards = integer("num_shards", num_shards, minimum=1)
-    if num_shards == 1:
+    count = 1 if whole.count() is not None else dataset.num_shards
+    if count == 1:
         return [whole]
     return [
-        DatasetReader(dataset.shard(num_shards=num_shards, index=i), f"{name}-{i:05}-of-{num_shards:05}")
-        for i in range(num_shards)
+        DatasetReader(dataset.shard(num_shards=count, index=i), f"{name}-{i:05}-of-{count:05}") for i in range(count)
     ]

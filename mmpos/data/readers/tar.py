@@ -10,18 +10,18 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, BinaryIO, Self
 
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.readers.base import FileReader, Mark, Raw, is_chosen
-from mmpos.support.extras import needed_for
+from mmpos.data.readers.base import FileReader, Raw, is_chosen
 
 __all__ = ["TarReader"]
 
+# WebDataset's rules: the extension begins at the first dot of the last part of a name; meta files are left out.
+_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _META = re.compile(r"__[^/]*__($|/)")
 _UNPACK: Mapping[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 _BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError)
@@ -46,11 +46,11 @@ class TarReader(FileReader):
         path: path or URL of the file.
     """
 
-    def records_from(self, begin: Mark, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
+    def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
-        index = begin.index
+        index = 0
         with self.file.open() as packed:
-            archive = _Archive(packed, begin.offset)
+            archive = _Archive(packed)
             try:
                 for key, members in groupby(archive.members(), key=itemgetter(0)):
                     here = Location(self.path, index)
@@ -63,63 +63,35 @@ class TarReader(FileReader):
             except _BROKEN as error:
                 yield from self.lost(archive.placed(error), index, start, step)
 
-    def marks(self, size: int) -> Iterator[Mark]:
-        """Yield a mark for the first record after every ``size`` bytes of an uncompressed archive, up to any damage."""
-        with self.file.open() as packed, suppress(*_BROKEN):
-            archive, next_offset = _Archive(packed), size
-            if archive.is_packed:
-                return
-            for index, (_, members) in enumerate(groupby(archive.members(), key=itemgetter(0))):
-                _, _, member = next(members)
-                if archive.has_global_headers:  # global headers apply to all later records
-                    return
-                if member.offset >= next_offset:
-                    yield Mark(index, member.offset)
-                    next_offset = member.offset + size
-
 
 class _Archive:
     """Archive that checks itself in the same way for every choice of records, so that all readers find the same damage.
 
     Args:
         packed: file of the archive.
-        offset: byte offset of the first header to read; 0 if the archive is compressed.
     """
 
     _tar: tarfile.TarFile
 
-    def __init__(self, packed: BinaryIO, offset: int = 0) -> None:
+    def __init__(self, packed: BinaryIO) -> None:
         size = packed.seek(0, os.SEEK_END)
         packed.seek(0)
         begin = packed.read(6)
-        packed.seek(offset)
+        packed.seek(0)
         unpack = next((unpack for magic, unpack in _UNPACK.items() if begin.startswith(magic)), None)
         self._file = packed if unpack is None else unpack(packed)
         self._size = size if unpack is None else None
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether the archive is compressed."""
-        return self._size is None
-
-    @property
-    def has_global_headers(self) -> bool:
-        """Whether a header that applies to all later members was read."""
-        return bool(self._tar.pax_headers)
-
     def members(self) -> Iterator[_Member]:
         """Yield the key, extension and header of each member that belongs to a record."""
-        with needed_for("tar shards", extra="data"):
-            from webdataset.tariterators import base_plus_ext
         try:
             with tarfile.open(fileobj=self._file, mode="r:", tarinfo=_StrictInfo) as tar:
                 self._tar = tar
                 while (member := tar.next()) is not None:
                     tar.members = []  # type: ignore[attr-defined]  # kept by tarfile for random access
-                    if member.isreg() and not _META.match(member.name):
-                        key, extension = base_plus_ext(member.name)
-                        if key is not None:
-                            yield key, extension.lower(), member
+                    name = _NAME.fullmatch(member.name)
+                    if member.isreg() and name and not _META.match(member.name):
+                        yield name[1], name[2].lower(), member
         except _ZerosError as zeros:
             if self._file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise _DamageError(f"{zeros}, where a header or two blocks of zeros should be") from None

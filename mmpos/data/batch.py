@@ -275,7 +275,7 @@ class Batch(metaclass=_WholeType):
             shifted,
             positions=positions,
             device_positions=DevicePositions.from_table(positions, self.device),
-            cu_seqlens=torch.from_numpy(positions.cu_seqlens).to(self.device),
+            cu_seqlens=torch.from_numpy(positions.cu_seqlens.copy()).to(self.device),
             world_size=self.world_size * world_size,
             **cut,
         )

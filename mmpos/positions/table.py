@@ -49,6 +49,7 @@ from mmpos.support.checks import (
     integer,
     one_of,
     per_document,
+    read_only,
 )
 from mmpos.support.ragged import ragged_arange, true_runs
 
@@ -71,6 +72,8 @@ class PositionTable:
     Token g lies in the last segment with offset <= g. With i = skip + g − offset, col = i mod width,
     row = i div width mod height and frame = i div width div height, its id on each axis is
     (origin + frame·step_frame + row·step_row + col·step_col) / denominator.
+
+    A table is immutable and its arrays are read-only. Two tables are equal if all their arguments are.
 
     Args:
         table: (5 + 4·axes, segments) int64 rows: offset, skip, height, width, denominator, then for each
@@ -95,6 +98,17 @@ class PositionTable:
                 array = getattr(self, name).view()
                 array.flags.writeable = False
                 object.__setattr__(self, name, array)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, PositionTable) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        shape = self.table.shape, self.num_tokens, self.fractional, self.scheme
+        return *shape, self.table.tobytes(), self.documents.tobytes()
 
     @classmethod
     def from_arrays(
@@ -254,7 +268,7 @@ class PositionTable:
             raise LimitExceededError(f"cu_seqlens: got {self.num_tokens} tokens, want at most 2**31 - 1 for int32")
         cu_seqlens = np.empty(self.num_documents + 1, np.int32)
         cu_seqlens[:-1], cu_seqlens[-1] = self.documents[FIRST_TOKEN], self.num_tokens
-        return cu_seqlens
+        return read_only(cu_seqlens)
 
     @property
     def max_seqlen(self) -> int:
@@ -812,7 +826,7 @@ def _gaps(firsts: IntArray, stop: int) -> IntArray:
     gaps = np.empty(firsts.size, np.int64)
     gaps[:-1], gaps[-1:] = firsts[1:], stop
     gaps -= firsts
-    return gaps
+    return read_only(gaps)
 
 
 def _check_last_ids(last: IntArray, documents: IntArray) -> None:

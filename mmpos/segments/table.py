@@ -36,7 +36,18 @@ from mmpos.segments.kinds import (
 )
 from mmpos.segments.placeholders import Merging, PackedIds, Placeholders, find_spans, times_of_videos
 from mmpos.support import native
-from mmpos.support.checks import INT32_MAX, Array, IntArray, boolean, counted, first_bad, host_array, int_array, shown
+from mmpos.support.checks import (
+    INT32_MAX,
+    Array,
+    IntArray,
+    boolean,
+    counted,
+    first_bad,
+    host_array,
+    int_array,
+    read_only,
+    shown,
+)
 from mmpos.support.ragged import ragged_arange
 
 __all__ = ["GRID", "PAD", "TEXT", "Grid", "SegmentTable", "Text", "separator_tokens", "token_types"]
@@ -63,6 +74,8 @@ _FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_
 @dataclass(frozen=True, eq=False)
 class SegmentTable:
     """The segments of a packed batch of documents, one column per segment, without positions.
+
+    A table is immutable and its arrays are read-only. Two tables are equal if they hold the same documents.
 
     Args:
         kind: (segments,) uint8 TEXT, GRID, PAD, AUDIO, CLIP, THUMBNAIL or TILE; a TILE follows a THUMBNAIL or a TILE.
@@ -98,6 +111,24 @@ class SegmentTable:
         core = native.core if self.seconds_per_frame is None and self.extra_tokens is None else None
         if core is None or not core.sound(self.kind, self.extents, self.segment_offsets, self.row_separator):
             _check_segments(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, SegmentTable) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[bytes | None, ...]:
+        """All fields as bytes; None for optional fields that hold no time, no separator or no extra token."""
+        seconds, options = self.seconds_per_frame, (self.row_separator, self.extra_tokens)
+        return (
+            self.kind.tobytes(),
+            self.extents.tobytes(),
+            self.segment_offsets.tobytes(),
+            None if seconds is None or not seconds[0].any() else seconds.tobytes(),
+            *(None if array is None or not array.any() else array.tobytes() for array in options),
+        )
 
     @classmethod
     def from_documents(cls, documents: Sequence[Sequence[Segment]]) -> SegmentTable:
@@ -339,7 +370,7 @@ class SegmentTable:
     @property
     def lengths(self) -> IntArray:
         """(segments,) number of tokens in each segment, including row separators, markers and extra tokens."""
-        return spans.segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens)
+        return read_only(spans.segment_tokens(self.kind, self.extents, self.row_separator, self.extra_tokens))
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ from mmpos.errors import InvalidInputError, MmposError, ServiceError
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 T = TypeVar("T")
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
@@ -130,6 +131,12 @@ def first_bad(name: str, values: IntArray, *, minimum: int | None = None, maximu
     at = tuple(int(i) for i in np.unravel_index(int((low | high).argmax()), values.shape))
     want = f">= {minimum}" if low[at] else f"<= {maximum}"
     raise InvalidInputError(f"{name}[{', '.join(map(str, at))}]: got {values[at]}, want {want}")
+
+
+def read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """Make an array that a table computes read-only, since the table would not see what is written into it."""
+    array.flags.writeable = False
+    return array
 
 
 def per_document(name: str, value: object, num_documents: int, *, minimum: int, maximum: int = INT32_MAX) -> IntArray:

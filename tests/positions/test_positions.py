@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from fractions import Fraction
 from typing import Any
 
@@ -73,6 +74,32 @@ def test_tables_contain_only_read_only_integers(scheme: str) -> None:
     views = [positions, positions.slice(2, 4), positions.decode(1), positions.pad(20), positions.shard(0, 1)]
     assert {array.dtype for view in views for array in (view.table, view.documents)} == {np.dtype(np.int64)}
     assert not any(array.flags.writeable for view in views for array in (view.table, view.documents))
+
+
+@pytest.mark.parametrize(
+    "name", ["cu_seqlens", "lengths", "real_lengths", "segment_lengths", "next_positions", "deltas"]
+)
+def test_computed_arrays_are_read_only(batch: PositionTable, name: str) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(batch, name)[0] = 7
+
+
+@pytest.mark.usefixtures("way")
+def test_tables_with_equal_values_are_equal(batch: PositionTable) -> None:
+    whole = PositionTable.concatenate([batch.window([d], [0], [length]) for d, length in enumerate(batch.lengths)])
+    equal = [whole, pickle.loads(pickle.dumps(batch)), batch.keep([True] * batch.num_tokens)]
+    assert equal == [batch] * 3
+    assert {batch, *equal} == {batch}
+    arrays = batch.table, batch.documents, batch.num_tokens
+    others = [
+        place(SegmentTable.from_documents([[Text(11)], [Text(2)], [Text(2)]]), "rope-tie", [0, 7, 100]),
+        batch.slice(0, 14),
+        batch.pad(11),
+        PositionTable.from_arrays(*arrays, fractional=False, scheme="mine"),
+        PositionTable.from_arrays(*arrays, fractional=True, scheme="rope-tie"),
+        "rope-tie",
+    ]
+    assert [other for other in others if other == batch] == []
 
 
 def test_cu_seqlens_and_lengths_describe_the_documents(batch: PositionTable) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -206,7 +207,34 @@ def test_the_callers_arrays_stay_unchanged_and_writable() -> None:
         np.testing.assert_array_equal(array, old)
 
 
-@pytest.mark.parametrize("name", ["kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator"])
+def test_tables_of_equal_documents_are_equal() -> None:
+    documents: list[Document] = [[Text(3), Grid(2, 3), Text(2)], [Text(1)]]
+    table = SegmentTable.from_documents(documents)
+    plain = SegmentTable.from_arrays(
+        table.kind,
+        table.extents,
+        table.segment_offsets,
+        seconds_per_frame=[[0] * 4, [1] * 4],
+        row_separator=[False] * 4,
+        extra_tokens=[0] * 4,
+    )
+    timed = SegmentTable.from_documents([[Grid(2, 3, frames=2, seconds_per_frame=Fraction(1, 2))]])
+    equal = [SegmentTable.from_spans([11, 1], [3], [[1, 2, 3]], [0]), pickle.loads(pickle.dumps(table)), plain]
+    assert equal == [table] * 3
+    assert {table, *equal} == {table}
+    assert timed == SegmentTable.from_spans([12], [0], [[2, 2, 3]], seconds_per_frame=[0.5])
+    others: list[list[Document]] = [
+        [[Text(3), Grid(2, 3), Text(3)]],
+        [[Text(3), Grid(3, 2), Text(2)], [Text(1)]],
+        [[Text(3), Grid(2, 3, row_separator=True), Text(2)], [Text(1)]],
+        [[Text(3), Grid(2, 3, seconds_per_frame=1), Text(2)], [Text(1)]],
+    ]
+    assert [other for other in [*map(SegmentTable.from_documents, others), 3] if other == table] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "lengths"]
+)
 def test_the_arrays_of_a_table_are_read_only(name: str) -> None:
     grid = Grid(1, 1, row_separator=True, seconds_per_frame=1)
     array = getattr(SegmentTable.from_documents([[grid]]), name)

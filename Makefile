@@ -8,9 +8,10 @@ BIN := $(VENV)/bin
 # pytest writes bytecode of its rewritten tests, for all workers and for the next run. Workers outnumber the cores of a
 # small machine, since many tests wait for processes that they start.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
+CONTRIB := $(dir $(wildcard contrib/*/pyproject.toml))
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery notebooks test slow versions gpu fuzz systemd portable check format proto baseline vectors bench tables docs release-notes dist arm64 clean
+.PHONY: help demo gallery notebooks test slow contrib versions gpu fuzz systemd portable check format proto baseline vectors bench tables docs release-notes dist arm64 clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -32,6 +33,9 @@ test: $(VENV)/dev  ## run the tests
 slow: $(VENV)/dev  ## run the tests that take longer
 	$(PYTEST) -n 4 --dist loadgroup -m slow $(FLAGS)
 
+contrib: $(VENV)/contrib  ## install the distributions of contrib/ and run all their tests
+	for folder in $(CONTRIB); do $(PYTEST) -n 3 --dist worksteal -m "" $$folder || exit 1; done
+
 versions: $(VENV)/dev  ## run the tests with the oldest and the newest versions, extras alone, and other Pythons: hours
 	$(BIN)/python tests/helpers/versions.py $(VERSIONS)
 
@@ -48,13 +52,13 @@ systemd: $(VENV)/dev  ## test the unit of deploy/ with systemd in namespaces; as
 portable: $(VENV)/dev  ## run test and slow as on other processors and on a busy machine: hours
 	$(BIN)/python tests/helpers/portable.py $(PORTABLE)
 
-check: $(VENV)/dev  ## check format, lint, words, types and layers
+check: $(VENV)/contrib  ## check format, lint, words, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.[ch]
 	$(BIN)/ruff check .
 	$(PYTEST) tests/support/test_house.py
 	$(BIN)/mypy
-	for room in tests/*/conftest.py; do MYPYPATH=server:tests/helpers $(BIN)/mypy $$room || exit 1; done
+	for room in tests/*/conftest.py $(wildcard contrib/*/tests/conftest.py); do MYPYPATH=server:tests/helpers $(BIN)/mypy $$room || exit 1; done
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
@@ -136,6 +140,10 @@ $(VENV)/demo: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 $(VENV)/dev: $(VENV)/uv pyproject.toml $(wildcard csrc/*)
 	$(UV) --compile-bytecode --editable . --group dev
 	@touch $@ $(VENV)/demo $(VENV)/docs
+
+$(VENV)/contrib: $(VENV)/dev $(CONTRIB:=pyproject.toml)
+	$(UV) --compile-bytecode --editable . $(addprefix --editable ./,$(CONTRIB))
+	@touch $@
 
 $(VENV)/docs: $(VENV)/uv pyproject.toml
 	$(UV) --group docs

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, resources
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mmpos.cli import report
 from mmpos.cli.options import DEFAULT, Axes, Document, SchemeName, Specs, make_scheme, read_config, read_specs
@@ -48,14 +49,36 @@ _ORDER = (
 _ELSEWHERE = {"serve": ("mmpos_server.options", "server"), "bench": ("mmpos_bench.command", "cli")}
 """Commands of other packages, which replace the placeholders below: their modules, and the extras they require."""
 
+_CONTRIB = ("explore", "probe")
+"""Commands of the distributions in contrib/."""
+
+
+def _contrib_commands() -> dict[str, EntryPoint]:
+    """Return the commands that other distributions add to the program."""
+    return {point.name: point for point in entry_points(group="mmpos.commands")}
+
 
 class _Group(TyperGroup):
     """A group that lists commands in the order of ``_ORDER``, and imports commands of other packages on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(self.commands, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+        names = {**self.commands, **_contrib_commands()}
+        return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and (point := _contrib_commands().get(cmd_name)):
+            summary = point.dist.metadata["Summary"] if point.dist else None
+            command = TyperCommand(cmd_name, help=summary)  # listed without importing the distribution
+        return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if args[0] not in self.commands:
+            if point := _contrib_commands().get(args[0]):
+                return args[0], typer.main.get_command(point.load()), args[1:]
+            if args[0] in _CONTRIB and not ctx.resilient_parsing:
+                message = f"mmpos {args[0]}: mmpos-{args[0]} is not installed; in a clone of mmpos, install it with"
+                raise ImportError(f"{message}: pip install ./contrib/{args[0]}", name=f"mmpos_{args[0]}")
         name, command, rest = super().resolve_command(ctx, args)
         if name in _ELSEWHERE:
             module, extra = _ELSEWHERE[name]

@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import mmpos
 
 ROOT = Path(__file__).parents[2]
+CONTRIB = sorted(path.parent for path in ROOT.glob("contrib/*/pyproject.toml"))
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
 WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
 
@@ -22,7 +24,8 @@ WORDS = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
 def modules() -> dict[str, ast.Module]:
     """Parse every hand-written file, and return the trees by module name."""
     trees = {}
-    for home, package in ((".", "mmpos"), ("server", "mmpos_server"), ("benchmarks", "mmpos_bench")):
+    homes = [(".", "mmpos"), ("server", "mmpos_server"), ("benchmarks", "mmpos_bench")]
+    for home, package in homes + [(f"contrib/{path.name}", f"mmpos_{path.name}") for path in CONTRIB]:
         for path in sorted((ROOT / home / package).rglob("*.py")):
             if "_pb2" not in path.name:
                 name = ".".join(path.relative_to(ROOT / home).with_suffix("").parts)
@@ -139,6 +142,62 @@ def test_only_the_kernels_import_triton() -> None:
     assert {module.rpartition(".")[0] for module in named if module.startswith("mmpos.")} == {"mmpos.rotary.kernel"}
 
 
+def public_names() -> dict[str, set[str]]:
+    """Return the names in ``__all__`` of the packages in the API reference, whose page of mmpos covers three."""
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/reference/api").glob("*.md"))
+    named = {"mmpos", "mmpos.positions", "mmpos.sequence", *re.findall(r"^::: (mmpos\.[\w.]+)$", text, re.MULTILINE)}
+    return {name: {*import_module(name).__all__} for name in named if {name, f"{name}.__init__"} & modules().keys()}
+
+
+def hidden_names(tree: ast.Module, public: dict[str, set[str]]) -> Iterator[str]:
+    """Yield the imports and attributes of mmpos in a file that are not public names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "mmpos"]
+            yield from (name for name in names if name != "mmpos" or len(node.names) > 1)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mmpos":
+            names = [alias.name for alias in node.names]
+            yield from (f"{node.module}.{name}" for name in names if name not in public.get(node.module or "", ()))
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"mmpos(\.\w+)+", path := ast.unparse(node)):
+            room, _, name = path.rpartition(".")
+            if path not in public and room in public and name not in public[room]:
+                yield path
+
+
+def test_contrib_imports_only_public_names_of_mmpos() -> None:
+    public = public_names()
+    assert len(public) >= 15
+    for path in sorted(ROOT.glob("contrib/**/*.py")):
+        hidden = [*hidden_names(ast.parse(path.read_text(encoding="utf-8")), public)]
+        assert hidden == [], path.relative_to(ROOT)
+    wrong = (
+        "import mmpos.support\nimport mmpos as m, os\nfrom mmpos.support.checks import integer\nfrom mmpos import cli\n"
+        "from mmpos.schemes.tie import RopeTie\nfrom mmpos.schemes import RopeTie, checked_rate\nmmpos.support\n"
+        "import mmpos\nmmpos.place(mmpos.rotary.Rotary(head_dim=8).inv_freq)\nmmpos.rotary.config\n"
+    )
+    assert sorted(hidden_names(ast.parse(wrong), public)) == [
+        "mmpos",
+        "mmpos.cli",
+        "mmpos.rotary.config",
+        "mmpos.schemes.checked_rate",
+        "mmpos.schemes.tie.RopeTie",
+        "mmpos.support",
+        "mmpos.support",
+        "mmpos.support.checks.integer",
+    ]
+
+
+def test_each_distribution_of_contrib_has_a_project_a_page_a_package_and_tests() -> None:
+    for folder in CONTRIB:
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert project["name"] == f"mmpos-{folder.name}"
+        assert any(re.match(r"multimodal-positions\b", requirement) for requirement in project["dependencies"])
+        package = folder / f"mmpos_{folder.name}"
+        for path in (folder / "README.md", package / "__init__.py", package / "py.typed"):
+            assert path.is_file(), path.relative_to(ROOT)
+        assert {*folder.glob("tests/test_*.py")}, folder.name
+
+
 def test_the_readme_counts_the_schemes() -> None:
     assert len(mmpos.SCHEMES) == 43
     assert "RoPE-Tie, M-RoPE and forty-one other schemes" in " ".join(PAGES["README.md"].split())
@@ -170,7 +229,7 @@ def objections(path: str, text: str) -> Iterator[str]:
 
 
 def test_files_use_plain_english() -> None:
-    rooms = ("mmpos", "server", "benchmarks", "csrc", "proto/mmpos", "deploy", "docs", "tests", "examples")
+    rooms = ("mmpos", "server", "benchmarks", "contrib", "csrc", "proto/mmpos", "deploy", "docs", "tests", "examples")
     kinds = {".py", ".c", ".h", ".proto", ".md", ".toml", ".yaml"}
     files = [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in kinds]
     wrong = [*objections("README.md", PAGES["README.md"])]

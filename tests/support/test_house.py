@@ -240,3 +240,35 @@ def test_files_use_plain_english() -> None:
     assert wrong == []
     bad = 'def f(given):\n    """Of a shard, so\n    many."""\n    found = 1\n'
     assert len([*objections("a.py", bad)]) == 4
+
+
+BUDGET = tomllib.loads((ROOT / "tests/support/budget.toml").read_text(encoding="utf-8"))
+
+
+def lines_of_rooms() -> dict[str, int]:
+    """Count the lines of hand-written Python and C in each room of the budget.
+
+    A file belongs to the room with the longest path that contains it.
+    """
+    rooms = {**BUDGET["product"], **BUDGET["tests"]}
+    lines = dict.fromkeys(rooms, 0)
+    for top in {Path(room).parts[0] for room in rooms}:
+        for path in (ROOT / top).rglob("*"):
+            name = path.relative_to(ROOT)
+            if path.suffix in {".py", ".c", ".h"} and "_pb2" not in path.name and "node_modules" not in name.parts:
+                room = next((str(home) for home in name.parents if str(home) in rooms), None)
+                assert room is not None, f"{name} belongs to no room of tests/support/budget.toml"
+                lines[room] += len(path.read_text(encoding="utf-8").splitlines())
+    return lines
+
+
+def test_no_room_exceeds_its_budget_of_lines() -> None:
+    rooms = {**BUDGET["product"], **BUDGET["tests"]}
+    lines = lines_of_rooms()
+    assert {room: (lines[room], most) for room, most in rooms.items() if lines[room] > most} == {}
+    assert [room for room in rooms if not lines[room]] == []
+
+
+def test_the_pages_do_not_exceed_their_budget_of_words() -> None:
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md"))
+    assert words <= BUDGET["words"]["docs"]

@@ -21,7 +21,7 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support import info as installation
-from mmpos.support.extras import needed_for
+from mmpos.support.extras import missing_contrib, needed_for
 from mmpos.support.program import EXIT_CODES, STDIN, console, write_output
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class _Group(TyperGroup):
             if point := _contrib_commands().get(args[0]):
                 return args[0], typer.main.get_command(point.load()), args[1:]
             if args[0] in _CONTRIB and not ctx.resilient_parsing:
-                message = f"mmpos {args[0]}: mmpos-{args[0]} is not installed; in a clone of mmpos, install it with"
-                raise ImportError(f"{message}: pip install ./contrib/{args[0]}", name=f"mmpos_{args[0]}")
+                raise missing_contrib(args[0])
         name, command, rest = super().resolve_command(ctx, args)
         if name in _ELSEWHERE:
             module, extra = _ELSEWHERE[name]

@@ -39,6 +39,13 @@ def missing(what: str, package: str, *, extra: str | None) -> ImportError:
     return ImportError(f"{what}: {package} is not installed; install it with: {command}", name=package)
 
 
+def missing_contrib(command: str) -> ImportError:
+    """Return the error for a command of a distribution in contrib/ that is not installed."""
+    name = f"mmpos-{command}"
+    words = f"mmpos {command}: {name} is not installed; in a clone, install it with: pip install ./contrib/{command}"
+    return ImportError(words, name=name.replace("-", "_"))
+
+
 @contextmanager
 def needed_for(what: str, *, extra: str) -> Iterator[None]:
     """Convert a failed import in the block to an error that contains the pip command.

@@ -111,7 +111,7 @@ def test_megatron_slices_the_angles_of_a_whole_pack(
         q,
         freqs,
         megatron.configs[rotary.pairing],
-        cu_seqlens=torch.from_numpy(positions.cu_seqlens),
+        cu_seqlens=torch.from_numpy(positions.cu_seqlens.copy()),
         cp_group=Ranks(rank, count),
     )
     assert_same(rotated, rotate(q, positions.shard(rank, count), rotary))
@@ -137,7 +137,7 @@ def test_passing_the_angles_of_a_shard_with_cu_seqlens_rotates_wrongly_without_a
     rotary, positions = Rotary(head_dim=16), place(SegmentTable.from_documents([[Text(8)], [Text(8)]]), start=[0, 50])
     shard = positions.shard(1, 2)
     q = normal(8, 3, 16)
-    arguments = (megatron.configs[rotary.pairing], torch.from_numpy(positions.cu_seqlens))
+    arguments = (megatron.configs[rotary.pairing], torch.from_numpy(positions.cu_seqlens.copy()))
     whole = rotary_pos_emb(positions, rotary, "thd")
     rotated = [
         megatron.embedding.apply_rotary_pos_emb(q, freqs, *arguments, cp_group=Ranks(1, 2))

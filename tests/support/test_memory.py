@@ -73,10 +73,10 @@ def test_collation_requires_memory_for_the_batch_and_one_document(collate: Any, 
 @pytest.mark.parametrize(
     ("dtype", "frames", "per_pixel"), [("uint8", None, 3), ("float32", None, 12), ("uint8", 1, 12), ("uint8", 2, 24)]
 )
-def test_patches_require_only_their_own_memory(way: str, dtype: str, frames: int | None, per_pixel: int) -> None:
+def test_patches_require_only_their_own_memory(dtype: str, frames: int | None, per_pixel: int) -> None:
     processor = ImageProcessor("pillow", order="merged", dtype=dtype)
     # numpy converts byte patches to planes in two steps.
-    temporary = {"C": 0, "numpy": 27 if frames else 0}[way] * PIXELS.size // 3
+    temporary = (27 if frames else 0) * PIXELS.size // 3
     processed = processor.process(PIXELS, temporal_patch_size=frames)
     assert processed.patches is not None
     assert processed.patches.nbytes == per_pixel * PIXELS.size // 3

@@ -1,7 +1,7 @@
 # Start with `make demo` or `make test`; both build .venv if it is missing.
 
 PYTHON ?= python3
-SOAK ?= 60
+MACHINE ?= this-machine
 SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
@@ -80,13 +80,14 @@ baseline: $(VENV)/dev  ## record the protocol of a release, which later versions
 vectors: $(VENV)/dev  ## write the cases of mmpos conformance, from the oracle and from Transformers
 	PYTHONPATH=tests/helpers:tests/oracles:tests/integrations $(BIN)/python tests/helpers/conformance_vectors.py
 
-bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results
-	$(BIN)/python benchmarks/record.py
-	$(BIN)/python benchmarks/endurance.py --json --soak $(SOAK)
-	$(BIN)/python benchmarks/record.py --tables
+bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results/MACHINE
+	mkdir -p benchmarks/results/$(MACHINE)
+	for suite in positions images rotary data service; do for malloc in default tuned; do \
+	    $(BIN)/mmpos bench $$suite --peers --malloc $$malloc --json benchmarks/results/$(MACHINE)/$$suite-$$malloc.json || exit; \
+	done; done
 
-tables: $(VENV)/dev  ## rewrite the tables of figures and properties in the pages
-	$(BIN)/python benchmarks/record.py --tables
+tables: $(VENV)/dev  ## rewrite the tables of figures and models in the pages
+	$(BIN)/python benchmarks/fill_tables.py
 
 docs: $(VENV)/docs  ## build the site in build/site; SERVE=1 serves it on this machine
 	PYTHONPATH=docs/extension $(BIN)/zensical $(if $(SERVE),serve,build --strict --clean)

@@ -12,11 +12,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mmpos.analysis.plot.canvas import picture_path
 from mmpos.errors import InvalidInputError
 from mmpos.support.files import write_text
 from mmpos.support.program import INTERRUPTED, console
-from mmpos_bench.figure import plot_report
 from mmpos_bench.machine import MALLOCS
 from mmpos_bench.results import Measurement, SuiteReport, Timed, number_text, ratio_text, seconds_text, to_json, unit_of
 from mmpos_bench.suites import SUITES, Watch, run
@@ -47,9 +45,6 @@ def bench(
     json: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures; - prints only the JSON.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a figure one column wide: .pdf, .svg or .png.")
-    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Toy sizes, run once; the figures are meaningless.")] = False,
     malloc: Annotated[
         str,
@@ -62,10 +57,9 @@ def bench(
     only: Annotated[str, typer.Option(metavar="TEXT", help="Only measure cases whose name contains this text.")] = "",
 ) -> None:
     """Measure on this machine."""
-    path, target = None if json in (None, "-") else Path(json), picture_path(plot, "--plot")
-    for option, file in (("--json", path), ("--plot", target)):
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):  # before a long run
-            raise InvalidInputError(f"{option}: got {str(file)!r}, want a file in an existing folder")
+    path = None if json in (None, "-") else Path(json)
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):  # before a long run
+        raise InvalidInputError(f"--json: got {str(path)!r}, want a file in an existing folder")
     with _watch() as watch:
         report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
     if json == "-":
@@ -74,8 +68,6 @@ def bench(
         print_report(console(), report)
     if path is not None:
         write_text(path, to_json([report]))
-    if target is not None:
-        plot_report(report, target)
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
 

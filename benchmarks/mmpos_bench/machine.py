@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections import Counter
@@ -43,16 +42,6 @@ class Machine:
     settings: dict[str, str]  # environment variables that affect allocation or threads
     load: float | None  # load average over the last minute of the run, including the run itself
     packages: dict[str, str]  # versions of installed packages
-
-    @property
-    def name(self) -> str:
-        """Machine name for file names, made from the model and the number of cores.
-
-        >>> Machine("AMD EPYC", 2, None, "", "", "", None, True, "default", {}, None, {}).name
-        'amd-epyc-2-cores'
-        """
-        words = f"{self.cpu} {counted(self.cores, 'core')} {self.gpu or ''}"
-        return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", words.lower())).strip("-")
 
     def __str__(self) -> str:
         where = f"{self.cpu}, {counted(self.cores, 'core')}" + (f", {self.gpu}" if self.gpu else "")

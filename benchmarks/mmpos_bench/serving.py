@@ -1,4 +1,4 @@
-"""Run servers, including an echo server, and clients in separate processes: loads, floods and random mixes of calls.
+"""Run servers, including an echo server, and clients with their loads in separate processes.
 
 python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, or any other size; each
                                                 request returns new bytes, so that timing it measures the cost of a
@@ -9,37 +9,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import random
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice
 from multiprocessing import active_children, get_context
-from pathlib import Path
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
 import grpc
 
-from mmpos.client import AsyncClient, Client, Decode, Dense, PositionsQuery
-from mmpos.errors import MmposError, ServiceError
-from mmpos.rotary import Rotary
-from mmpos.segments.table import SegmentTable
+from mmpos.errors import ServiceError
 from mmpos_bench.images import PHOTOS
 from mmpos_bench.machine import MALLOCS, set_malloc
 from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.timing import Call, Timer, in_turns
-from mmpos_bench.workloads import workload
 from mmpos_server.config import Limits, load
 from mmpos_server.listening import Listen, address, transport_options
 
@@ -49,7 +40,6 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 PHOTOGRAPHS = tuple(path.read_bytes() for path in PHOTOS)
 """JPEG files of a cat and of a cup, as bytes."""
 
-_ALONE = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]  # options of channels that share no connection
 _ECHO = re.compile(r"/echo/(Bytes|Stream)(\d+)")
 
 # Code that runs the server without tuning malloc.
@@ -72,11 +62,6 @@ class ServerProcess:
     def cpu(self) -> float:
         """Seconds of user and system time that all threads have used so far, more precise than /proc/PID/stat."""
         return time.clock_gettime((~self.pid << 3) | 2)  # clock_getcpuclockid(3)
-
-    def memory(self, which: str = "VmRSS") -> float:
-        """Return the process's current memory in MiB, or its peak if ``which`` is "VmHWM"."""
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
 
 
 def service(malloc: str, *options: str) -> list[str]:
@@ -124,17 +109,6 @@ def clients(count: int = 1) -> Iterator[ProcessPoolExecutor]:
         for process in active_children():
             process.kill()
         pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def on_core(core: int) -> Iterator[None]:
-    """Restrict processes started within the context to one core."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 # The echo server.
@@ -320,148 +294,6 @@ by_cpu = _by(lambda turn: turn.cpu)
 
 by_rate = _by(lambda turn: 1 / turn.per_second)
 """Timer of wall-clock seconds per call for concurrent calls."""
-
-
-# Floods.
-
-
-@dataclass(frozen=True)
-class FloodCall:
-    """One call in a flood."""
-
-    due: float  # scheduled time in seconds after the start of the flood
-    status: str
-    seconds: float  # from the scheduled time to the end
-
-
-def flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[FloodCall]:
-    """Send calls at the random times of a Poisson process, without waiting for answers.
-
-    Calls that this process cannot send in time are omitted.
-    """
-    return asyncio.run(_flood(address, path, request, rate, seconds))
-
-
-async def _flood(address: str, path: str, request: bytes, rate: float, seconds: float) -> list[FloodCall]:
-    channels = [grpc.aio.insecure_channel(address, options=_ALONE) for _ in range(4)]
-    calls: list[Any] = [channel.unary_unary(path) for channel in channels]
-    sent: list[FloodCall] = []
-
-    async def one(due: float) -> None:
-        status = "OK"
-        try:
-            await calls[len(tasks) % len(calls)](request, timeout=30, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            status = error.code().name
-        sent.append(FloodCall(due, status, perf_counter() - begin - due))
-
-    await asyncio.gather(*(channel.channel_ready() for channel in channels))
-    tasks: list[asyncio.Task[None]] = []
-    chance, begin, due = random.Random(0), perf_counter(), 0.0
-    while (due := due + chance.expovariate(rate)) < seconds and perf_counter() < begin + seconds:
-        await asyncio.sleep(max(0.0, begin + due - perf_counter()))
-        tasks.append(asyncio.create_task(one(due)))
-    await asyncio.gather(*tasks)
-    for channel in channels:
-        await channel.close()
-    return sent
-
-
-# Random mixes of calls.
-
-_SEGMENTS = SegmentTable.from_documents(workload(1, 4096, 4, 24))
-_QUERY = PositionsQuery(_SEGMENTS, views=[Decode(3)], dense=Dense())
-_ROTARY = Rotary(head_dim=64, theta=10000.0, axes=2)
-_ONE_IMAGE = [["x", photo] for photo in PHOTOGRAPHS]
-
-Actions = dict[str, Callable[[], object]]
-
-
-def everything(address: str, seconds: float, seed: int) -> Counter[str]:
-    """Run all kinds of valid and invalid calls in random order, and count the outcomes of each kind."""
-    import torch
-
-    torch.set_num_threads(1)
-    outcomes: Counter[str] = Counter()
-    with Client(address, timeout=20) as client:
-        chance = random.Random(seed)
-        actions = _calls(address, chance, client) | _mistakes(address, chance, client)
-        end = monotonic() + seconds
-        while monotonic() < end:
-            name, action = chance.choice(sorted(actions.items()))
-            outcome = "OK"
-            try:
-                action()
-            except MmposError as error:
-                outcome = type(error).__name__
-            except grpc.RpcError as error:
-                failed: Any = error
-                outcome = failed.code().name
-            outcomes[f"{name}: {outcome}"] += 1
-    return outcomes
-
-
-def _ids(client: Client, documents: int) -> object:
-    segments = SegmentTable.from_documents(workload(documents, 4096, 4, 24))
-    return client.query(PositionsQuery(segments, dense=Dense()))
-
-
-def _calls(address: str, chance: random.Random, client: Client) -> Actions:
-    """Return valid calls by name, including large tensors and abandoned streams."""
-    import torch
-
-    def rotate(heads: int, dtype: torch.dtype) -> None:
-        positions = client.place(_SEGMENTS)
-        client.apply_rotary(torch.ones(positions.num_tokens, heads, 64, dtype=dtype), None, positions, _ROTARY)
-
-    def stream_dropped() -> None:
-        with Client(address, timeout=20) as leaving:
-            for _ in islice(leaving.stream(_QUERY for _ in range(1000)), chance.randrange(1, 10)):
-                pass
-
-    return {
-        "apply": lambda: rotate(2, torch.bfloat16),
-        "apply_large": lambda: rotate(8, torch.float32),
-        "build_images": lambda: client.build_batch([["A photograph: ", photo, " at dusk"] for photo in PHOTOGRAPHS]),
-        "build_text": lambda: client.build(["a bird " * chance.randrange(1, 2000)]),
-        "info": lambda: (client.info(), client.healthy()),
-        "place": lambda: client.place(_SEGMENTS, start=chance.randrange(1000)),
-        "place_batch": lambda: _ids(client, chance.randrange(1, 64)),
-        "query_dense": lambda: client.query(_QUERY),
-        "rotate": lambda: client.cos_sin(_ROTARY, client.place(_SEGMENTS)),
-        "stream": lambda: deque(client.stream(_QUERY for _ in range(20)), maxlen=0),
-        "stream_build": lambda: deque(client.stream_build([document] for document in _ONE_IMAGE * 2), maxlen=0),
-        "stream_dropped": stream_dropped,
-    }
-
-
-def _mistakes(address: str, chance: random.Random, client: Client) -> Actions:
-    """Return invalid, cancelled and timed-out calls by name."""
-
-    def raw(path: str, request: bytes) -> None:
-        with grpc.insecure_channel(address, options=_ALONE) as channel:
-            ask(channel, path, request)
-
-    def build_broken() -> None:
-        photo = chance.choice(PHOTOGRAPHS)
-        cut = photo[: chance.randrange(len(photo))]
-        client.build_batch([["a", cut], ["b", b"no image"], ["c", photo]], errors="return")
-
-    async def cancel() -> None:
-        async with AsyncClient(address, timeout=20) as patient:
-            calls = [asyncio.ensure_future(patient.build(["a", *PHOTOGRAPHS])) for _ in range(4)]
-            await asyncio.sleep(chance.uniform(0, 0.01))
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-
-    return {
-        "broken_bytes": lambda: raw("/mmpos.rpc.v1.PositionService/Place", b"\xff" * chance.randrange(1, 5000)),
-        "build_broken": build_broken,
-        "cancel": lambda: asyncio.run(cancel()),
-        "deadline": lambda: client.with_options(timeout=chance.uniform(0.0005, 0.01)).build(["a", *PHOTOGRAPHS]),
-        "mistake": lambda: client.place(_SEGMENTS, "no such scheme"),
-    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from mmpos.support.checks import Array
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ORDERS", "Factors", "patchify", "pixel_values", "values_of_pixels"]
+__all__ = ["ORDERS", "Factors", "on_device", "patchify", "pixel_values"]
 
 
 # Axes of pixels: rows of blocks, patches in a block, rows in a patch, then the same for columns, then channels.
@@ -69,11 +69,13 @@ def pixel_values(patches: Array | Tensor, patch: int, frames: int, scale: Array,
     return on_device(patches, frames, scale, shift)
 
 
-def values_of_pixels(
-    pixels: npt.NDArray[np.uint8], patch: int, merge: int, order: str, frames: int, normalise: Factors
-) -> npt.NDArray[np.float32]:
-    """Cut and normalise pixels (h, w, 3) as pixel_values does."""
-    return _on_host(patchify(pixels, patch, merge, order, None), frames, normalise)
+def on_device(patches: Tensor, frames: int, scale: Array, shift: Array) -> Tensor:
+    """Normalise patches with torch, on the device of the tensor."""
+    import torch
+
+    factors, summands = (torch.from_numpy(colour)[:, None, None].to(patches.device) for colour in (scale, shift))
+    planes = patches.permute(0, 3, 1, 2) * factors + summands
+    return planes[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1)
 
 
 def _on_host(patches: Array, frames: int, normalise: Factors) -> npt.NDArray[np.float32]:
@@ -86,12 +88,3 @@ def _on_host(patches: Array, frames: int, normalise: Factors) -> npt.NDArray[np.
         planes += shift
         values[part] = planes[:, :, None]
     return values.reshape(count, colours * frames * side * side)
-
-
-def on_device(patches: Tensor, frames: int, scale: Array, shift: Array) -> Tensor:
-    """Normalise patches with torch, on the device of the tensor."""
-    import torch
-
-    factors, summands = (torch.from_numpy(colour)[:, None, None].to(patches.device) for colour in (scale, shift))
-    planes = patches.permute(0, 3, 1, 2) * factors + summands
-    return planes[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images.decode import BACKENDS, ImageSize, open_source, resize, to_rgb
-from mmpos.images.patches import ORDERS, Factors, patchify, pixel_values, values_of_pixels
+from mmpos.images.patches import ORDERS, Factors, patchify, pixel_values
 from mmpos.segments.table import Grid
 from mmpos.support.checks import INT32_MAX, Array, boolean, integer, one_of
 
@@ -225,8 +225,8 @@ class ImageProcessor:
 
         Args:
             image: any image that the class supports; it is not changed.
-            temporal_patch_size: number of frames in a patch; the patches are then equal to the result of
-                `pixel_values`, but computed without an intermediate uint8 array. None returns plain patches.
+            temporal_patch_size: number of frames in a patch; the patches are then the result of `pixel_values`. None
+                returns plain patches.
 
         Returns:
             New patches, or None instead of patches for an `ImageSize`; the grid is `grid(*inspect(image))`.
@@ -248,7 +248,7 @@ class ImageProcessor:
         if frames is None:
             patches = patchify(*cut, None if self.dtype == "uint8" else self._factors)
         else:
-            patches = values_of_pixels(*cut, frames, self._factors)
+            patches = self.pixel_values(patchify(*cut, None), temporal_patch_size=frames)
         return ProcessedImage(patches, grid, fitted, size, content_hash)
 
     def pixels(self, image: object) -> npt.NDArray[np.uint8]:

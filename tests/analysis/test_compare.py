@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from math import cos, log2, sin
 from typing import Any, ClassVar
@@ -13,8 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-import record
-from record import QUOTING
 from tolerance import cos_sin, gamma
 
 from mmpos import Scheme
@@ -31,6 +30,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.schemes import Cosmos, Grids, MRopeQwen25, Naive2D, Placement, RopeTieV2, TextRuns
 from mmpos.support.checks import IntArray
 
+schemes, encodings = cache(measure), cache(measure_encodings)
 MARKS = {"✓": True, "✗": False, "–": None}
 
 # Derived from the formulas of the schemes, for h×w patches between the text ids L and K:
@@ -94,19 +94,19 @@ def number(text: str) -> Any:
 
 
 def test_every_scheme_has_the_properties_that_follow_from_its_formula() -> None:
-    matrix, want = record.schemes(), by_hand(SCHEMES)
+    matrix, want = schemes(), by_hand(SCHEMES)
     assert {name: [cell.value for cell in row.values()] for name, row in matrix.rows.items()} == want
     assert list(matrix.rows) == list(want)
 
 
 def test_every_encoding_has_the_properties_that_follow_from_its_formula() -> None:
-    matrix = record.encodings()
+    matrix = encodings()
     assert {name for name in matrix.rows if not matrix[name, "unique"].value} == NOT_UNIQUE
     assert {name: matrix[name, "axes"].value for name in matrix.rows} == dict.fromkeys(ENCODINGS, 1) | ENCODING_AXES
 
 
 def test_separation_is_the_distance_between_the_two_nearest_positions() -> None:
-    separation = {name: record.encodings()[name, "separation"].value for name in record.encodings().rows}
+    separation = {name: encodings()[name, "separation"].value for name in encodings().rows}
     pairs = list(combinations(range(256), 2))
     sines = [abs(2 * cos(0.05 * (p + q)) * sin(0.05 * (p - q))) for p, q in pairs]
     assert separation["integer"] == separation["alibi"] == pytest.approx(1 / 255, rel=gamma(4, np.float64))
@@ -118,7 +118,7 @@ def test_separation_is_the_distance_between_the_two_nearest_positions() -> None:
 
 
 def test_a_property_that_fails_comes_with_its_smallest_counterexample() -> None:
-    reasons = {(name, column.name): reason for name, column, reason in record.schemes().reasons}
+    reasons = {(name, column.name): reason for name, column, reason in schemes().reasons}
     holds = "; holds for {} of 144 images, those with {}"
     even = holds.format(72, "h and w both odd or both even")
     expected = {
@@ -138,7 +138,7 @@ def test_a_property_that_fails_comes_with_its_smallest_counterexample() -> None:
     }
     assert {key: reasons[key] for key in expected} == expected
     assert len(reasons) == sum(marks.count("✗") + marks.count("–") for marks in SCHEMES.split("\n"))
-    assert {name: reason for name, _, reason in record.encodings().reasons} == {
+    assert {name: reason for name, _, reason in encodings().reasons} == {
         "hope": "positions (0, 0, 0) and (1, 0, 0) have the same vector",
         "clipped-relative": "keys 16 and 17 before a query have the same bias",
         "t5-buckets": "keys 8 and 9 before a query have the same bias",
@@ -260,8 +260,8 @@ class Wordless(Encoding):
             "encodings: got Halved(dim=1), want a list of names or Encoding objects",
         ),
         (lambda: measure_encodings([Wordless()]), "encoding: got <"),
-        (lambda: record.encodings()["alibi", "symmetric"], "property: got 'symmetric', want one of 'axes', "),
-        (lambda: record.schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),
+        (lambda: encodings()["alibi", "symmetric"], "property: got 'symmetric', want one of 'axes', "),
+        (lambda: schemes()["alibi", "symmetric"], "scheme: got 'alibi', want one of 'rope-tie', "),
     ],
 )
 def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
@@ -274,21 +274,6 @@ def test_every_property_has_a_definition() -> None:
     for columns in (SCHEME_PROPERTIES, ENCODING_PROPERTIES):
         assert len({column.name for column in columns}) == len({column.title for column in columns}) == len(columns)
         assert all(column.definition.endswith(".") and "\n" not in column.definition for column in columns)
-
-
-@pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
-def test_pages_contain_the_measured_values(page: Any) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert record.filled_in(text) == text
-
-
-def test_pages_quote_everything_and_nothing_else() -> None:
-    pages = "".join(page.read_text(encoding="utf-8") for page in QUOTING)
-    assert all(f"<!-- compare: {name} -->" in pages for name in record.QUOTES)
-    with pytest.raises(SystemExit, match="quote: got 'colours', want one of schemes, "):
-        record.filled_in("<!-- compare: colours -->\n<!-- /compare -->")
-    changed = "<!-- compare: encodings -->\n| stale |\n<!-- /compare -->"
-    assert record.filled_in(changed).splitlines()[1] == ("| encoding | axes | unique | separation |")
 
 
 def run(*arguments: str) -> str:

@@ -16,9 +16,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from matplotlib.container import ErrorbarContainer
-from matplotlib.legend import Legend
-from record import QUOTING, filled_in
+from fill_tables import PAGES, filled_in
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -27,7 +25,6 @@ from mmpos.__main__ import main
 from mmpos.cli import app
 from mmpos.support.checks import IntArray
 from mmpos_bench.command import print_report
-from mmpos_bench.figure import WIDTH, plot_report
 from mmpos_bench.machine import Machine, stamp
 from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Measurement, SuiteReport, Timed, from_json, to_json, to_markdown
@@ -172,8 +169,6 @@ def test_the_machine_description_contains_versions_and_memory_settings(monkeypat
     assert machine.cores >= 1
     assert "without the C extension, malloc default, GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1" in str(machine)
     assert str(MACHINE) == "AMD EPYC, 2 cores, Python 3.11.7, mmpos 0.1.0 (abc), with the C extension, malloc tuned"
-    named = replace(MACHINE, cpu="Intel(R) Xeon(R) 6 @ 2.0GHz", cores=1, gpu="H200")
-    assert named.name == "intel-xeon-6-2-0ghz-1-core-h200"
 
 
 def test_the_machine_description_contains_the_number_of_gpus_and_their_driver(
@@ -212,12 +207,11 @@ def test_a_suite_runs_only_the_selected_cases_and_reports_progress() -> None:
         run("nonsense")
 
 
-def test_the_command_prints_tables_and_writes_json_and_a_figure(tmp_path: Path) -> None:
-    figures, figure = tmp_path / "figures.json", tmp_path / "figure.pdf"
+def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
     arguments = ["bench", "positions", "--quick", "--only", "int32: d"]
-    done = CliRunner().invoke(app, [*arguments, "--json", str(figures), "--plot", str(figure)], catch_exceptions=False)
+    done = CliRunner().invoke(app, [*arguments, "--json", str(figures)], catch_exceptions=False)
     assert done.exit_code == 0
-    assert figure.read_bytes().startswith(b"%PDF")
     (report,) = from_json(figures.read_text())
     assert [m.group for m in report.measurements] == ["dense(out=), rope-tie, int32"]
     lines = done.stdout.splitlines()
@@ -253,32 +247,8 @@ def test_an_interrupted_command_writes_the_completed_cases(
 
 def test_output_paths_are_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_bench.command.run", lambda *args, **options: pytest.fail("measured"))
-    for option in ("--json", "--plot"):
-        with pytest.raises(
-            InvalidInputError, match=f"{option}: got '/no/such/x.pdf', want a file in an existing folder"
-        ):
-            CliRunner().invoke(app, ["bench", "positions", option, "/no/such/x.pdf"], catch_exceptions=False)
-    with pytest.raises(InvalidInputError, match=r"--plot: got 'x\.txt', want a file ending"):
-        CliRunner().invoke(app, ["bench", "positions", "--plot", "x.txt"], catch_exceptions=False)
-
-
-def test_a_figure_is_one_column_wide_and_shows_all_times_except_parts() -> None:
-    figure = plot_report(REPORT)
-    assert figure.get_size_inches()[0] == WIDTH
-    panels = figure.get_axes()
-    assert [axes.get_title(loc="left") for axes in panels] == ["ids", "others"]
-    times = {}
-    for bars in panels[0].containers:
-        assert isinstance(bars, ErrorbarContainer)
-        line, _, (spread,) = bars.lines
-        times[bars.get_label()] = [*np.asarray(line.get_xdata()), *spread.get_segments()[0][:, 0]]
-    assert times.keys() == {"fill", "mmpos", "loop"}
-    assert times["mmpos"] == pytest.approx([3e-6, 1.5e-6, 6e-6])
-    assert [text.get_text() for text in panels[0].texts] == ["a: one"]
-    texts = [text for legend in figure.findobj(Legend) for text in legend.get_texts()]
-    assert {text.get_fontsize() for text in texts} == {6}
-    with pytest.raises(InvalidInputError, match="report: got no measurements"):
-        plot_report(replace(REPORT, measurements=()))
+    with pytest.raises(InvalidInputError, match=r"--json: got '/no/such/x\.json', want a file in an existing folder"):
+        CliRunner().invoke(app, ["bench", "positions", "--json", "/no/such/x.json"], catch_exceptions=False)
 
 
 def test_multiples_below_the_limit_are_explained() -> None:
@@ -308,14 +278,13 @@ def test_a_table_shows_multiples_of_the_limit_and_of_our_first_contestant() -> N
     )
 
 
-@pytest.mark.parametrize("page", QUOTING, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_on_pages_match_the_recorded_figures(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert filled_in(text) == text
 
 
-@pytest.mark.parametrize(("mark", "name"), [("bench", "abacus; positions; default; ids"), ("compare", "abaci")])
-def test_a_table_without_figures_is_refused(mark: str, name: str) -> None:
-    with pytest.raises(SystemExit, match=name):
-        filled_in(f"<!-- {mark}: {name} -->\n<!-- /{mark} -->")
-    assert QUOTING[1].read_text(encoding="utf-8").count("<!-- bench: ") >= 5
+def test_a_table_without_figures_is_refused() -> None:
+    with pytest.raises(SystemExit, match="abacus; positions; default; ids: found no such figures"):
+        filled_in("<!-- bench: abacus; positions; default; ids -->\n<!-- /bench -->")
+    assert PAGES[1].read_text(encoding="utf-8").count("<!-- bench: ") >= 5

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import pytest
 import torch
-from pages import RESULTS
+from fill_tables import RESULTS
 
 from mmpos.errors import ServiceError
 from mmpos_bench.peers.rotations import COMPILED_THEN_OURS, DIFFUSERS, NORMS
@@ -63,9 +62,8 @@ def contestants(report: SuiteReport) -> dict[str, list[str]]:
 
 def kept(suite: str) -> list[SuiteReport]:
     """Return a suite's recorded reports from all machines."""
-    paths = [path for path in RESULTS.glob("*.json") if re.fullmatch(r"(?!neighbours)[^.]+", path.stem)]
-    reports = [report for path in paths for report in from_json(path.read_text(encoding="utf-8"))]
-    return [report for report in reports if report.suite == suite]
+    paths = RESULTS.glob(f"*/{suite}-*.json")
+    return [report for path in paths for report in from_json(path.read_text(encoding="utf-8"))]
 
 
 def test_recorded_dense_ids_take_about_as_long_as_the_fill_and_batches_beat_the_loop_per_image() -> None:

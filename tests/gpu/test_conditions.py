@@ -22,10 +22,8 @@ from launches import (
     distance,
     normal,
     placed,
-    relative,
     sized,
 )
-from tolerance import unit
 from torch import Tensor
 from torch._ops import OpOverload
 from waiting import eventually
@@ -237,41 +235,6 @@ def fresh_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def _loss(out: Any) -> Tensor:
-    return sum(((x.float() ** 2).sum() for x in out if x is not None), torch.zeros((), device=DEVICE))
-
-
-@pytest.mark.usefixtures("fresh_graphs")
-@pytest.mark.parametrize("normed", [False, pytest.param(True, marks=later)])
-def test_a_compiled_full_graph_gives_the_gradients_of_eager_calls(normed: bool) -> None:
-    bench = Bench(sized(1000, 9))
-
-    def rotated(q: Tensor, k: Tensor) -> Any:
-        norm = bench.norm if normed else None
-        return apply_rotary(q * 2, k, bench.positions, bench.rotary, implementation=TRITON, norm=norm)
-
-    compiled = torch.compile(rotated, fullgraph=True, backend="inductor" if GPU else "aot_eager")
-    q, k = (x.clone().requires_grad_() for x in (bench.q, bench.k))
-    want = torch.autograd.grad(_loss(rotated(q, k)), (q, k))
-    got = torch.autograd.grad(_loss(compiled(q, k)), (q, k))
-    for a, b in zip(got, want, strict=True):
-        # Fused operations round once; eager ones round after the rotation and after both doublings.
-        assert relative(a, b.double()) <= 4 * unit(a.dtype)
-
-
-@pytest.mark.usefixtures("fresh_graphs")
-def test_a_compiled_store_writes_the_same_caches_as_an_eager_call() -> None:
-    bench, eager = Bench(sized(1000, 9)), Bench(sized(1000, 9))
-    want = bits_of(eager.stored(eager.q, eager.k))
-
-    def step(q: Tensor, k: Tensor) -> Any:
-        return bench.stored(q, k)[0]
-
-    with torch.no_grad():
-        got = torch.compile(step, fullgraph=True, backend="inductor" if GPU else "aot_eager")(bench.q, bench.k)
-    assert_same([got, bench.keys, bench.values], want)
-
-
 @pytest.mark.usefixtures("fresh_graphs")
 @later
 def test_replays_of_a_compiled_graph_are_bit_equal_to_eager_calls() -> None:
@@ -343,19 +306,6 @@ def test_rows_more_than_two_to_the_31_elements_apart_are_rotated() -> None:
     assert distance(got.flatten(0, 1), q.flatten(0, 1), angle, rotary) <= bound(1)
     apply_rotary(q, k, positions, rotary, inplace=True, implementation=TRITON)
     assert torch.equal(q, got)
-
-
-def test_caches_with_more_than_two_to_the_31_elements_are_written() -> None:
-    room(16)
-    bench = Bench(sized(4096, 20))
-    blocks = sized(140_000, 4)  # 2.3e9 elements
-    shape = blocks, PAGE, *bench.k.shape[1:]
-    bench.keys, bench.values = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    bench.slots = blocks * PAGE - 1 - bench.slots
-    _, _, keys, values = bench.stored(bench.q, bench.k)
-    angle = bench.scene.angle
-    assert distance(keys.flatten(0, 1)[bench.slots], bench.k, angle, bench.rotary) <= bound(1)
-    assert torch.equal(values.flatten(0, 1)[bench.slots], bench.v)
 
 
 # Tables and devices.

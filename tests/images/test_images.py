@@ -28,7 +28,6 @@ from torchvision.transforms.v2.functional import resize
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.images import ImageProcessor, ImageSize, decode
-from mmpos.images.patches import on_device
 from mmpos.segments.table import Grid
 
 BACKENDS = ["torchvision", "pillow"]
@@ -176,18 +175,6 @@ def test_sizes_of_all_shapes_equal_those_of_transformers(model: str, step: int) 
     for height in sides:
         for width in sides:
             assert fitted(processor, height, width) == fitted_by_transformers(processor, height, width), (height, width)
-
-
-@given(processors_and_sizes())
-def test_sizes_differ_from_transformers_only_where_smart_resize_exceeds_its_limit(
-    case: tuple[ImageProcessor, int, int],
-) -> None:
-    processor, height, width = case
-    processor = replace(processor, max_tokens=None)
-    theirs = fitted_by_transformers(processor, height, width)
-    assert theirs is not None
-    if 0 < theirs[0] * theirs[1] <= processor.max_pixels:
-        assert processor.fit(height, width) == theirs
 
 
 def test_fit_refuses_invalid_sizes() -> None:
@@ -664,25 +651,6 @@ def test_pixel_values_equal_those_of_transformers(frames: int) -> None:
     assert_within(values, theirs["pixel_values"].numpy(), normalised(processor.mean, processor.std))
 
 
-def test_pixel_values_have_one_plane_per_colour_for_any_library_and_strides() -> None:
-    processor = ImageProcessor(patch_size=2, spatial_merge_size=1, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 0.5 / 255))
-    pattern = np.random.default_rng(0).integers(0, 256, (300, 2, 2, 3), np.uint8)
-    want = (pattern.transpose(0, 3, 1, 2) * np.array([1, 1, 2], np.float32)[:, None, None]).reshape(300, 12)
-    bound = normalised(processor.mean, processor.std)
-    for patches in (pattern, np.repeat(pattern, 2, axis=2)[:, :, ::2]):
-        assert_within(processor.pixel_values(patches, temporal_patch_size=1), want, bound)
-    for tensor in (processor.pixel_values(torch.from_numpy(pattern)), _on_device(processor, torch.from_numpy(pattern))):
-        assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, (300, 24))
-        assert_within(tensor.reshape(300, 3, 2, 4), np.stack([want.reshape(300, 3, 4)] * 2, 2), bound)
-    assert processor.pixel_values(pattern[:0]).shape == (0, 24)
-    assert _on_device(processor, torch.from_numpy(pattern[:0])).shape == (0, 24)
-
-
-def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor:
-    """Run the code path for tensors outside the host on a host tensor."""
-    return on_device(patches, 2, *processor._factors)
-
-
 @pytest.mark.parametrize(
     ("patches", "message"),
     [
@@ -696,6 +664,17 @@ def _on_device(processor: ImageProcessor, patches: torch.Tensor) -> torch.Tensor
 def test_pixel_values_of_other_arrays_are_refused(patches: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         ImageProcessor().pixel_values(patches)
+
+
+def test_an_image_may_be_processed_to_pixel_values() -> None:
+    image, plain = photo(), ImageProcessor(order="merged")
+    patches = plain.process(image).patches
+    assert patches is not None
+    for processor in (plain, replace(plain, dtype="float32")):
+        got = processor.process(image, temporal_patch_size=3).patches
+        np.testing.assert_array_equal(got, plain.pixel_values(patches, temporal_patch_size=3))
+    with pytest.raises(InvalidInputError, match="temporal_patch_size: got 0, want >= 1"):
+        plain.process(image, temporal_patch_size=0)
 
 
 def test_each_backend_resizes_with_its_own_library() -> None:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fill_tables
 import model_names
-import model_tables
 import numpy as np
 import pytest
 from model_configs import (
@@ -85,7 +85,7 @@ def test_model_names_match_those_of_transformers() -> None:
     assert model_names.names() == json.loads(model_names.GOLDEN.read_text(encoding="utf-8"))
     assert (
         "| Qwen2.5-VL | Qwen2.5-VL-7B-Instruct | `qwen2_5_vl` | `mrope-transformers`; serving: `mrope-qwen2.5` |"
-        in model_tables.names()
+        in fill_tables.names()
     )
 
 
@@ -93,14 +93,14 @@ def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> 
     for model in (name for name in MODEL_TYPES if settings_of(name).rotary.axes > 1):
         rotary = settings_of(model).rotary
         allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
-        assert model_tables.rotation(model) == f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
-    rows = model_tables.names().splitlines()[2:]
+        assert fill_tables.rotation(model) == f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
+    rows = fill_tables.names().splitlines()[2:]
     listed = sorted(re.findall("`([^`]+)`", row.split(" | ")[2])[0] for row in rows)
     assert listed == sorted({*MODEL_TYPES, *UNSUPPORTED_TYPES} - {"hunyuan_image_3_moe"})
-    written = {name: re.findall("`([^`]+)`", write()) for name, write in model_tables.QUOTES.items()}
-    rows = model_tables.supported().splitlines()[2:]
+    written = {name: re.findall("`([^`]+)`", fill_tables.models(name)) for name in fill_tables.GROUPED}
+    rows = fill_tables.models("supported").splitlines()[2:]
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split(" | ")[0])) == sorted(MODEL_TYPES)
-    rows = model_tables.encoders().splitlines()[2:]
+    rows = fill_tables.models("encoders").splitlines()[2:]
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row)) == sorted(ENCODERS)
     assert sorted(written["refused encoders"]) == sorted(UNSUPPORTED_ENCODERS)
     assert sorted(written["refused"]) == sorted(UNSUPPORTED_TYPES)

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from mmpos import InvalidInputError, UnsupportedError
 from mmpos.rotary import (
-    Cache,
     Norm,
     Rotary,
     YaRN,
     angles,
     apply_rotary,
     rerotate,
-    rotate_and_store,
 )
 from mmpos.rotary import cos_sin as tables_of
 from mmpos.rotary.device import frequencies_of
@@ -234,36 +232,6 @@ def test_norms_and_their_gradients_agree_with_the_formula(after: bool, way: Any)
     q_out, k_out = apply_rotary(q, k, TABLE, ROTARY, norm=norm, implementation=way)
     assert k_out is not None
     assert_within(results([q_out, k_out]), formula(), rounding(formula, (q, k, *weights), length=TOKENS * 8))
-
-
-# Caches.
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_rotated_keys_are_stored(way: Any) -> None:
-    q, k = heads_of(ROTARY)
-    weight = (0.5 + heads(1, 1, 14, seed=3)[0, 0]).to(DEVICE)
-    options: Any = {"norm": Norm(weight, weight), "implementation": way}
-    q_want, k_want = apply_rotary(q, k, TABLE, ROTARY, **options)
-    assert k_want is not None
-    keys, values = (torch.zeros(4, 5, 4, 14, device=DEVICE) for _ in "kv")
-    slots = torch.tensor([19, 3, -1, 7, 0, 11, -1, 8, 5], device=DEVICE)
-    cache = Cache(keys, values, slots)
-    q_out, k_out = rotate_and_store(q, k, k, TABLE, ROTARY, cache, return_k=True, **options)
-    assert_same_bits(q_out, q_want)
-    assert_same_bits(k_out, k_want)
-    kept = slots >= 0
-    assert_same_bits(keys.flatten(0, 1)[slots[kept]], k_want[kept])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_cached_keys_are_rerotated_by_the_axis_of_their_head(way: Any) -> None:
-    _, k = heads_of(ROTARY)
-    new = packed("videorope", 3).slice(0, TOKENS)
-    cache = k.clone()
-    rerotate(cache, torch.arange(TOKENS, device=DEVICE), TABLE, new, ROTARY, implementation=way)
-    between = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(ids_of(TABLE), ids_of(new), strict=True)]
-    assert_rotated(cache, k, between, ROTARY)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,12 +1,4 @@
-"""Train a small transformer with each scheme to name the colour to the right of, or below, the patch of colour c.
-
-python benchmarks/neighbours.py                                       every scheme, five seeds, two at a time
-python benchmarks/neighbours.py --json                                also write results/ and the plot of the page
-python benchmarks/neighbours.py --schemes rope-tie mrope --seeds 3    selected schemes and three seeds
-
-With --json, training runs whose results are already in the file are skipped, so an interrupted run can be resumed.
-After changing the code, delete the file first.
-"""
+"""Train a small transformer with each scheme to name the colour to the right of, or below, the patch of colour c."""
 
 from __future__ import annotations
 
@@ -15,28 +7,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from math import cos, fsum, pi
+from dataclasses import dataclass
+from math import cos, pi
 from multiprocessing import get_context
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pages import RESULTS, kept_figures
 from torch import Tensor, nn
 
 import mmpos
-from mmpos.analysis.plot.canvas import FAINT, canvas, line_style, quiet_axes
 from mmpos.rotary import DevicePositions, Rotary, apply_rotary
-from mmpos.support.checks import IntArray
-from mmpos.support.files import write_text
-from mmpos_bench.machine import stamp
-from mmpos_bench.results import Rows, json_with_rows, markdown
-from mmpos_bench.timing import one_thread
 
-PICTURE = Path(__file__).parents[1] / "docs" / "experiment.png"
+IntArray = npt.NDArray[np.int64]
 NONE, GUESS = "none", "(guessing among the other patches)"  # the row without rotations, and the last row of the table
 PLACED = (  # schemes that differ on text and single images, in the order of the table
     *("flatten", "rows", "naive-2d", "rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope"),
@@ -150,10 +135,10 @@ class Transformer(nn.Module):
         return logits
 
 
-@one_thread()  # one thread per training run, so that sums have a fixed order and several runs fit side by side
 def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[str, Any]:
     """Train from scratch and test; equal arguments produce equal results, except for the CPU seconds."""
-    began = time.process_time()
+    began, threads = time.process_time(), torch.get_num_threads()
+    torch.set_num_threads(1)  # so that sums have a fixed order and several runs fit side by side
     model, random = Transformer(scheme, seed), np.random.default_rng((0, seed))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     for step in range(steps):
@@ -172,6 +157,7 @@ def train(scheme: str, seed: int, steps: int = 1500, images: int = 300) -> dict[
             correct = model(quiz).argmax(-1).numpy() == quiz.answers
         for i, direction in enumerate(DIRECTIONS):
             accuracy[f"{name}, {direction}"] = round(100 * float(correct[quiz.directions == i].mean()), 2)
+    torch.set_num_threads(threads)
     seconds = round(time.process_time() - began, 1)
     return {"scheme": scheme, "seed": seed, "loss": round(loss.item(), 6), "accuracy": accuracy, "seconds": seconds}
 
@@ -181,71 +167,32 @@ def guess() -> dict[str, float]:
     return {name: round(100 * float(np.mean(1 / (quiz.patches - 1))), 2) for name, quiz in held_out().items()}
 
 
-def percents(kept: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
-    """Return accuracies in percent by scheme as (seeds, sets · directions) arrays."""
-    cells: dict[str, list[list[float]]] = {}
-    for one in kept["outcomes"]:
-        cells.setdefault(one["scheme"], []).append(list(one["accuracy"].values()))
-    return {scheme: np.array(rows) for scheme, rows in cells.items()}
-
-
-def table(kept: Mapping[str, Any]) -> Rows:
-    """Return a table of accuracies in percent, with the mean and the range over seeds."""
-    rows = [["scheme", "seeds", *kept["outcomes"][0]["accuracy"]]]
-    for name, percent in percents(kept).items():
-        spread = (f"{fsum(at) / len(at):.0f} ({at.min():.0f}–{at.max():.0f})" for at in percent.T)
-        rows.append([name, f"{len(percent)}", *spread])
-    return [*rows, [GUESS, "", *(f"{percent:.0f}" for percent in kept["guess"].values() for _ in DIRECTIONS)]]
-
-
-def picture(kept: Mapping[str, Any], path: Path) -> None:
-    """Draw one panel per set, with means as points, ranges as lines, and the accuracy of guessing as a dashed line."""
-    schemes = percents(kept)
-    with canvas(path, 8.0, 0.26 * len(schemes) + 1.3) as figure:
-        panels = figure.subplots(1, len(kept["guess"]), sharey=True)
-        for n, (panel, (name, guessed)) in enumerate(zip(panels, kept["guess"].items(), strict=True)):
-            for i, direction in enumerate(DIRECTIONS):
-                cells = np.array([percent[:, 2 * n + i] for percent in schemes.values()])
-                mean, rows = cells.mean(1), np.arange(len(cells)) + (i - 0.5) * 0.36
-                ends = mean - cells.min(1), cells.max(1) - mean
-                panel.errorbar(mean, rows, xerr=ends, fmt="os"[i], color=line_style(i)["color"], label=direction)
-            panel.axvline(guessed, color=FAINT, linestyle="--", linewidth=1, label="a guess")
-            panel.set_title(f"{name} the trained sizes" if name == "inside" else f"{name} images", loc="left")
-            panel.set(xlim=(-4, 104), xlabel="correct answers, %", ylim=(len(schemes) - 0.4, -0.6))
-            panel.set(yticks=range(len(schemes)), yticklabels=list(schemes))
-            quiet_axes(panel)
-        figure.legend(
-            *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False, fontsize=9
-        )
+def table(outcomes: Sequence[Mapping[str, Any]], guessed: Mapping[str, float]) -> str:
+    """Write a Markdown table of accuracies in percent, with the mean and the range over seeds."""
+    accuracies: dict[str, list[list[float]]] = {}
+    for one in outcomes:
+        accuracies.setdefault(one["scheme"], []).append(list(one["accuracy"].values()))
+    rows = [["scheme", "seeds", *outcomes[0]["accuracy"]]]
+    rows.append(["---", *["---:"] * (len(rows[0]) - 1)])
+    for name, percents in accuracies.items():
+        spread = (f"{fmean(at):.0f} ({min(at):.0f}–{max(at):.0f})" for at in zip(*percents, strict=True))
+        rows.append([name, f"{len(percents)}", *spread])
+    rows.append([GUESS, "", *(f"{percent:.0f}" for percent in guessed.values() for _ in DIRECTIONS)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def main(arguments: Sequence[str] | None = None, *toy: int) -> None:
-    """Run the missing training runs, two at a time; ``toy`` overrides the steps and test images of ``train``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run all training runs, two at a time; ``toy`` overrides the steps and test images of ``train``."""
+    parser = argparse.ArgumentParser(prog="python -m mmpos_neighbours", description=__doc__)
     names = [NONE, *PLACED]
     parser.add_argument("--schemes", nargs="+", choices=names, default=names, metavar="NAME", help="schemes to train")
     parser.add_argument("--seeds", type=int, default=5, help="number of training runs per scheme")
-    parser.add_argument("--json", action="store_true", help="write the figures to results/ and draw the plot")
     options = parser.parse_args(arguments)
-
-    machine, command = stamp("default"), " ".join(["benchmarks/neighbours.py", *sys.argv[1:]])
-    path = RESULTS / f"neighbours-{machine.name}.json"
-    outcomes = [one for kept in kept_figures(path.name) if options.json for one in kept["outcomes"]]
-    kept = {"command": command, "machine": asdict(machine), "guess": guess(), "outcomes": outcomes}
-    done = {(one["scheme"], one["seed"]) for one in outcomes}
     runs = [(scheme, seed) for seed in range(options.seeds) for scheme in options.schemes]
-    missing = [run for run in runs if run not in done]
+    outcomes: list[dict[str, Any]] = []
     # Spawn processes, because this process's threads do not survive a fork.
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        for outcome in pool.map(train, *zip(*((*run, *toy) for run in missing), strict=True)) if missing else ():
+        for outcome in pool.map(train, *zip(*((*run, *toy) for run in runs), strict=True)):
             print(f"{outcome['scheme']}, seed {outcome['seed']}: {outcome['seconds']} s", file=sys.stderr, flush=True)
             outcomes.append(outcome)
-            if options.json:
-                write_text(path, json_with_rows(kept) + "\n")
-    print(markdown(table(kept)))
-    if options.json:
-        picture(kept, PICTURE)
-
-
-if __name__ == "__main__":
-    main()
+    print(table(outcomes, guess()))

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -14,14 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from mmpos.cli.analysis import HTML, read_array
+from mmpos.cli.analysis import read_array
 from mmpos.cli.commands import SPECS, group
 from mmpos.cli.options import read_config, read_specs
-from mmpos.cli.report import progress_bar, save_html
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, first_bad, int_array, naming
-from mmpos.support.html import page, paragraphs
 from mmpos.support.program import DIFFERENT, STDIN
 
 if TYPE_CHECKING:
@@ -91,7 +88,6 @@ def run(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    report_to: Annotated[Path | None, HTML] = None,
 ) -> None:
     """Read the positions by which keys were rotated."""
     from mmpos.analysis.probe import judge
@@ -105,16 +101,12 @@ def run(
     verdicts: dict[str, Verdict] = {}
     for name, layer in layers.items():
         options: dict[str, Any] = {"lengths": dump.get("lengths"), "reference": references.get(name)}
-        with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "), progress_bar("tokens", name) as bar:
-            verdict = judge(layer, models[name].rotary, meant, **options, trusted=trusted, progress=bar)
-        verdicts[name] = verdict
+        with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "):
+            verdicts[name] = judge(layer, models[name].rotary, meant, **options, trusted=trusted)
         if not as_json:
-            typer.echo(_summary(name, verdict))
+            typer.echo(_summary(name, verdicts[name]))
             typer.echo("".join(f"  {sentence}\n" for sentence in _sentences(verdicts, name, meant)), nl=False)
     equal = all(verdict.equal for verdict in verdicts.values())
-    if report_to is not None:
-        layers_html = (f"<h2>{escape(name)}</h2>\n{_html(verdicts, name, meant)}" for name in verdicts)
-        save_html("--html", report_to, page(f"Keys of {keys.name}", "\n".join(layers_html)))
     unjudged = [name for name in layers if name not in references]
     if as_json:
         fields = {name: {"layer_type": kinds[name], **_json(verdicts, name, meant)} for name in verdicts}
@@ -131,14 +123,6 @@ def _summary(name: str, verdict: Verdict) -> str:
     heads = f" of {len(known)} kv heads" if len(known) > 1 else ""
     residual = f"residual at most {verdict.residual:.2g} rad"
     return f"{name}: {int(known.sum()):,} of {known.size:,} ids{heads} read, {residual}"
-
-
-def _html(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> str:
-    """Return the sentences about a layer, and a map of its tokens as right or wrong, or else as read or unknown."""
-    verdict = verdicts[name]
-    sentences = paragraphs(_sentences(verdicts, name, meant))
-    compared = "" if verdict.diagnosis is None else verdict.diagnosis.token_map
-    return sentences + (compared or verdict.readings[0]._repr_html_())
 
 
 def _sentences(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> list[str]:

@@ -280,12 +280,6 @@ def test_rows_of_a_batch_are_read_up_to_their_lengths() -> None:
     assert read(keys, case.rotary, lengths=[0, 2]).position_ids.tolist() == [[0, 1]]
 
 
-def test_progress_is_reported_after_each_block() -> None:
-    case, reported = CASES["1-D"], list[tuple[int, int]]()
-    read(case.rotate(np.arange(5000)[None], heads=1), case.rotary, progress=lambda *at: reported.append(at))
-    assert reported == [(4096, 5000), (5000, 5000)]
-
-
 def test_float32_angles_of_transformers_are_read_with_precision_hf() -> None:
     rotary = Rotary(128, 1e6, axes=1, precision="hf")
     ids = np.array([0, 100_000, 131_071, 130_000])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from mmpos import InvalidInputError, place
+from mmpos import UnsupportedError, place
 from mmpos.analysis.probe import check, identify, read
-from mmpos.rotary import NTK, Linspace, Rotary, YaRN, apply_rotary
+from mmpos.rotary import Rotary, YaRN
 from mmpos.segments import Grid, SegmentTable, Text
 from mmpos.support.checks import counted
 
@@ -245,35 +243,7 @@ def test_the_next_row_is_not_blamed_for_a_row_that_begins_too_late() -> None:
     assert (diagnosis.token, diagnosis.different_tokens, diagnosis.got) == (16, 16, (5.0,))
 
 
-@pytest.mark.parametrize("pairing", ["adjacent", "half"])
-def test_heads_that_share_a_layout_are_read_as_one_long_head(pairing: Any) -> None:
-    axes = [-1, -1] + [0, 1, 2] * 10
-    rotary = Rotary(16, kv_heads=4, allocation=axes, axes_dim=[20] * 3, scaling=Linspace(math.pi / 2), pairing=pairing)
-    ids = torch.tensor([[0, 1, 2, 3, 5], [0, 1, 1, 2, 2], [0, 0, 7, -3, 1]])
-    key = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-    same = key.expand(5, 4, 16).contiguous()
-    keys = apply_rotary(same, None, ids, rotary)[0].numpy()
-    for reference in (0, key.numpy()):
-        assert read(keys, rotary, reference=reference).position_ids.tolist() == ids.tolist()
-    quarters = ids.double() / 4
-    assert identify(apply_rotary(same, None, quarters, rotary)[0].numpy(), rotary, quarters.numpy()).as_meant
-    first_head = Rotary(16, allocation=axes[:8], inv_freq=rotary.inv_freq_array[0].tolist(), pairing=pairing)
-    identification = identify(apply_rotary(same, None, ids, first_head)[0].numpy(), rotary, ids.numpy())
-    assert not identification.named
-    swapped = apply_rotary(same, None, ids.flip(0), rotary)[0].numpy()
-    assert "rotate by (col, row, frame)" in identify(swapped, rotary, ids.numpy()).cause
-    with pytest.raises(InvalidInputError, match=r"^keys: got shape \(5, 2, 16\), want \(…, 4, 16\)"):
-        read(keys[:, :2], rotary)
-
-
-def test_wrong_scalings_of_axes_are_identified() -> None:
-    rotary = Rotary(32, axes=3, allocation="axial", axes_dim=[8, 12, 12], scaling=[NTK(2), NTK(3), None])
-    ids = torch.tensor([[0, 30, 200, 3, 5], [0, 100, 10, 29, 250], [0, 40, 7, 300, 11]])
-    same = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).expand(5, 1, 32).contiguous()
-    for scaling, cause in (
-        ([NTK(2), None, None], "the scaling 'ntk' of axis 1 is missing"),
-        (None, "the scalings of all axes are missing"),
-        (NTK(3), "all axes have the scaling of axis 1, 'ntk'"),
-    ):
-        keys = apply_rotary(same, None, ids, replace(rotary, scaling=scaling))[0]
-        assert identify(keys.numpy(), rotary, ids.numpy()).cause == cause
+def test_a_layout_over_all_heads_is_refused() -> None:
+    rotary = Rotary(16, kv_heads=4, allocation=[0, 1, 2, -1] * 8)
+    with pytest.raises(UnsupportedError, match="rotary: got kv_heads 4, want a layout of one head"):
+        read(np.ones((5, 4, 16)), rotary)

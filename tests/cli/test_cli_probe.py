@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,17 +148,6 @@ def test_swapped_key_axes_are_reported_with_the_number_of_tokens(count: int, mes
     assert (code, out) == (2, "")
     assert err.startswith(f"mmpos: error: keys.npz: keys of shape ({count}, 16, 128), {message}")
     assert "Heads differ only by rotations, as tokens should: are the keys (kv_heads, tokens, head_dim)?" in err
-
-
-def test_a_terminal_shows_the_number_of_tokens_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez("keys.npz", first=rotated(IDS), position_ids=IDS)
-    silent = run("keys.npz")
-    assert silent[2] == ""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # simulates a terminal
-    code, out, err = run("keys.npz")
-    assert (code, out) == silent[:2]
-    bar = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", err)
-    assert re.search("━+ 16/16 tokens first", bar)
 
 
 def test_layers_with_different_ids_are_named_even_without_intended_positions(run: Run) -> None:
@@ -518,15 +506,6 @@ def test_the_first_wrong_token_is_counted_over_all_rows_in_json_and_sentences(ju
     assert "Counted over all rows, this is token 29." in late_message
     other = " ".join(layers["other"]["message"])
     assert "The first token with a wrong key is 20. Cause: all pairs rotate by axis 0" in other
-
-
-def test_a_report_draws_the_tokens_of_each_layer(judge_layers: Layers, folder: Path) -> None:
-    ids = np.tile(np.arange(16), (3, 1))
-    late = ids + (np.arange(16) >= 12)
-    judge_layers("--spec", "16", "--html", "report.html", late=rotated(late), right=rotated(ids))
-    late_layer, right_layer = (folder / "report.html").read_text("utf-8").split("<h2>")[1:]
-    assert re.findall("<title>(.*?)</title>", late_layer) == ["tokens 0 to 11: right", "tokens 12 to 15: wrong"]
-    assert re.findall("<title>(.*?)</title>", right_layer) == ["tokens 0 to 15: ids read"]
 
 
 def test_unreadable_tokens_are_reported_as_different_and_uncertain_tokens_are_counted(judge_layers: Layers) -> None:

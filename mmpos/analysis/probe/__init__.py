@@ -1,6 +1,5 @@
 """Probes that recover the positions by which an engine actually rotates its keys from the keys themselves."""
 
-from mmpos.analysis.probe.adapters import KeyRecorder, LayerKeys, diffusers, transformers
 from mmpos.analysis.probe.check import check
 from mmpos.analysis.probe.checkpoint import write_checkpoint
 from mmpos.analysis.probe.confidence import UNKNOWN, Reading, read
@@ -10,16 +9,12 @@ from mmpos.analysis.probe.verdict import Meant, Verdict, judge
 __all__ = [
     "UNKNOWN",
     "Identification",
-    "KeyRecorder",
-    "LayerKeys",
     "Meant",
     "Reading",
     "Verdict",
     "check",
-    "diffusers",
     "identify",
     "judge",
     "read",
-    "transformers",
     "write_checkpoint",
 ]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.probe.keys import Keys, as_one_head, read_keys
+from mmpos.analysis.probe.keys import Keys, read_keys
 from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, SURE, Flags, Ladder
 from mmpos.analysis.probe.traces import COARSE, EXPLAINED, FACTOR, MOST, RARE, ROUNDED, Traces, follow
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Float64Array
-from mmpos.support import html
 from mmpos.support.checks import IntArray, counted
 
 UNKNOWN = int(np.iinfo(np.int64).min)
@@ -89,12 +88,6 @@ class Reading:
         known = f"{int(self.known.sum())} of {self.known.size} ids known"
         return f"Reading(axes={self.axes}, tokens={self.num_tokens}, {known})"
 
-    def _repr_html_(self) -> str:
-        """Show the number of known ids, the notes, and a map of the tokens of each row in a notebook."""
-        states = np.where(~self.explained, 1, np.where(self.known.all(axis=0), 0, 2))
-        names = ("ids read", "not explained", "ids unknown")
-        return html.paragraphs((repr(self), *self.notes)) + html.token_map(states, self.row_offsets, names)
-
 
 def read(
     keys: Any,
@@ -102,7 +95,6 @@ def read(
     *,
     reference: Any = None,
     lengths: npt.ArrayLike | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Reading:
     """Read the positions by which keys were rotated.
 
@@ -123,16 +115,13 @@ def read(
         reference: the token that ids are relative to, counted over all rows, by default the first; or a
             (kv_heads, head_dim) unrotated key, for absolute ids.
         lengths: (batch,) number of tokens in each row, without the padding after them; by default, all.
-        progress: called every 4,096 tokens with the number of tokens read so far and the total.
 
     Raises:
         InvalidInputError: keys are not floats, or their shape does not match the rotary; the reference is zero or not
             finite.
     """
-    keys, rotary, reference = as_one_head(keys, rotary, reference)
     state = read_keys(keys, rotary, reference, lengths)
-    raw = follow(state, progress)
-    return _certain(state, raw)
+    return _certain(state, follow(state))
 
 
 def _certain(keys: Keys, raw: Traces) -> Reading:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.diagnosis.mistakes import bfloat16
-from mmpos.analysis.probe.keys import Keys, as_one_head, read_keys
+from mmpos.analysis.probe.keys import Keys, read_keys
 from mmpos.analysis.probe.ladder import Flags
 from mmpos.analysis.probe.suspects import NO_THETA, Suspect, if_valid, of_axes, suspects
 from mmpos.analysis.probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
@@ -99,7 +99,6 @@ def identify(
     Raises:
         InvalidInputError: as for ``read``; the shape of positions does not match the keys.
     """
-    keys, rotary, reference = as_one_head(keys, rotary, reference)
     state = read_keys(keys, rotary, reference, lengths)
     judged = _Judge(state, None if positions is None else _ids(positions, rotary.axes, state.num_tokens))
     meant = Suspect(AS_MEANT, "nothing", rotary)
@@ -186,30 +185,13 @@ class _Sample:
         Channels that are not rotated contribute their relative error.
         """
         turned, still = self.turned(suspect.rotary), slice(suspect.rotary.rotary_dim, None)
-        off = _wrapped(turned.phases - self.angles(suspect)) if suspect.second is None else self._off_apart(suspect)
+        off = _wrapped(turned.phases - self.angles(suspect))
         weights = turned.weights * (turned.weights > 1e-3 * turned.weights.max())  # turned() skips the other pairs
         plain = np.abs(self.keys.reference[:, still])
         moved = np.abs(self.tokens[..., still] - self.keys.reference[:, still])
         moved = np.minimum(moved / np.maximum(plain, 1e-30), np.pi)
         total = np.tensordot(off**2, weights, 2) + np.tensordot(moved**2, plain, 2)
         return total / (weights.sum() + plain.sum())
-
-    def _off_apart(self, suspect: Suspect) -> Float64Array:
-        """Measure the relative error of pairs with two rotations, one per channel; small errors are in rad."""
-        assert self.ids is not None
-        assert suspect.second is not None
-        both = suspect, replace(suspect, rotary=suspect.second)
-        keys = replace(self.keys, rotary=suspect.rotary)
-        reference, pairs = keys.pairs(keys.reference).astype(np.complex128), keys.pairs(self.tokens)
-        a, b = (_angles(channel, self.zero) for channel in both)
-        determinant = np.cos(a - b)
-        determinant = np.where(np.abs(determinant) < 1e-6, 1e-6, determinant)
-        x = (np.cos(b) * reference.real + np.sin(a) * reference.imag) / determinant  # the key before its rotation
-        y = (np.cos(a) * reference.imag - np.sin(b) * reference.real) / determinant
-        a, b = (_angles(channel, self.ids) for channel in both)
-        predicted = x * np.cos(a) - y * np.sin(a) + 1j * (y * np.cos(b) + x * np.sin(b))
-        off: Float64Array = np.abs(pairs - predicted) / np.maximum(np.abs(reference), 1e-30)
-        return np.minimum(off, np.pi)
 
     def scanned(
         self, meant: Rotary, frequencies: Callable[[float], Float64Array], bounds: tuple[float, float]
@@ -283,7 +265,7 @@ class _Judge:
             exact = self.sample.angles(replace(best, cast=""))
             error = float(np.abs(_wrapped(self.sample.angles(best) - exact)).max(initial=0))
             cause += f": their error is up to {error:.2g} rad at id {np.abs(self.ids).max():g}"
-        rotary = best.rotary if best.sign > 0 and not best.cast and best.second is None else None
+        rotary = best.rotary if best.sign > 0 and not best.cast else None
         wrong = self._first_wrong(meant, best, 3 * max(self.noise, least) + 1e-4)
         return Identification(False, rotary, cause, best.remedy, least, own, wrong, best.kind or best.cause)
 

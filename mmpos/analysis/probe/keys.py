@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.probe.ladder import Ladder, Phasors
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Exact, Float32Array, fixed_point_turns
 from mmpos.support.checks import Array, IntArray, host_array, instance, int_array, integer
@@ -154,39 +154,11 @@ class Axis:
         return np.einsum("thp,hp->tp", np.take(mine, self.columns, axis=2), self.back)
 
 
-def as_one_head(keys: Any, rotary: Rotary, reference: Any) -> tuple[Any, Rotary, Any]:
-    """Join the heads of keys into one long head with adjacent pairs, if the rotary has ``kv_heads``.
-
-    Args:
-        keys: (..., kv_heads, head_dim), as for ``read``.
-        rotary: the intended rotation.
-        reference: a token, a key of (kv_heads, head_dim), or None.
-
-    Returns:
-        Keys, rotary and reference of one head; unchanged if the rotary has no ``kv_heads``.
-    """
-    if not isinstance(rotary, Rotary) or rotary.kv_heads is None:
-        return keys, rotary, reference
-    heads, channels, turning = rotary.kv_heads, rotary.head_dim, rotary.rotary_dim
-
-    def joined(name: str, value: Any) -> Any:
-        array = value if hasattr(value, "detach") else host_array(name, value)
-        if len(array.shape) < 2 or tuple(array.shape[-2:]) != (heads, channels):
-            got = f"{name}: got shape {tuple(array.shape)}"
-            raise InvalidInputError(f"{got}, want (…, {heads}, {channels}), the kv_heads and head_dim of rotary")
-        array = array[..., :turning]
-        if rotary.pairing == "half":
-            array = array.reshape(*array.shape[:-1], 2, turning // 2).swapaxes(-1, -2)
-        return array.reshape(*array.shape[: len(value.shape) - 2], 1, heads * turning)
-
-    is_token = reference is None or isinstance(reference, int | np.integer)
-    one_head = replace(rotary, head_dim=heads * turning, rotary_dim=heads * turning, kv_heads=None, pairing="adjacent")
-    return joined("keys", keys), one_head, reference if is_token else joined("reference", reference)
-
-
 def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike | None) -> Keys:
     """Check keys, lengths and reference; see ``read``."""
     instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
+    if rotary.kv_heads is not None:
+        raise UnsupportedError(f"rotary: got kv_heads {rotary.kv_heads}, want a layout of one head")
     array = keys if hasattr(keys, "detach") else host_array("keys", keys)
     _check_floats("keys", array)
     shape = tuple(array.shape)

@@ -46,7 +46,6 @@ class Suspect:
         kind: the cause without numbers that were fitted to keys; empty if the cause has none.
         sign: −1 if pairs rotate backwards.
         cast: a dtype and the values that are cast to it, such as "bfloat16 angles"; empty if none are.
-        second: the rotation of the second channel of each pair, if rotary applies to the first channel only.
     """
 
     cause: str
@@ -55,7 +54,6 @@ class Suspect:
     kind: str = ""
     sign: int = 1
     cast: str = ""
-    second: Rotary | None = None
 
 
 @lru_cache(maxsize=8)  # layers and heads share a rotation, and the suspects' exact frequencies are slow to compute
@@ -72,7 +70,6 @@ def _suspects(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
     if meant.head_axes is None:
         yield from _allocations(meant, with_ids)
     if with_ids:
-        yield from _apart(meant)
         yield Suspect(
             "pairs rotate backwards", "rotate by the positive angle: x·cos − y·sin, y·cos + x·sin", meant, sign=-1
         )
@@ -103,14 +100,7 @@ def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
                 cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, but none is intended"
                 yield from if_valid(cause, "do not scale frequencies: the config has no scaling", meant, scaling=other)
         return
-    if isinstance(mine, tuple):
-        yield from if_valid("the scalings of all axes are missing", remedy, meant, scaling=None)
-        for axis, own in enumerate(mine):
-            if own is not None:
-                cause = f"the scaling {own.name!r} of axis {axis} is missing"
-                yield from if_valid(cause, remedy, meant, scaling=[*mine[:axis], None, *mine[axis + 1 :]])
-                cause = f"all axes have the scaling of axis {axis}, {own.name!r}"
-                yield from if_valid(cause, remedy, meant, scaling=own)
+    if isinstance(mine, tuple):  # one for each axis
         return
     yield from if_valid(f"the scaling {mine.name!r} is missing", remedy, meant, scaling=None)
     for field, values in (("factor", FACTORS), ("original_max_position", LENGTHS)):
@@ -128,28 +118,6 @@ def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
 def _from(scaling: Scaling) -> str:
     length = getattr(scaling, "original_max_position", None)
     return "" if length is None else f" from {length:,} positions"
-
-
-def _apart(meant: Rotary) -> Iterator[Suspect]:
-    """Yield the rotation with angles in the layout of the other pairing, so that the channels of a pair differ."""
-    if meant.head_axes is not None or meant.kv_heads is not None:
-        return
-    axis, inv_freq = meant.pair_axis, meant.inv_freq_array
-    if meant.pairing == "half":  # each angle is repeated in place: channels j and j + d/2 get angles j/2 and j/2 + d/4
-        laid, firsts = np.arange(axis.size).repeat(2), slice(None, axis.size)
-        seconds = slice(axis.size, None)
-    else:  # all angles are repeated as a block: channels 2j and 2j + 1 get neighbouring angles
-        laid, firsts, seconds = np.tile(np.arange(axis.size), 2), slice(None, None, 2), slice(1, None, 2)
-    where = "side by side" if meant.pairing == "half" else "in two halves"
-    first, second = (
-        replace(meant, allocation=axis[of].tolist(), inv_freq=inv_freq[of].tolist(), **NO_SECTIONS, **NO_THETA)
-        for of in (laid[firsts], laid[seconds])
-    )
-    cause = (
-        f"the two channels of a pair rotate differently: angles are repeated {where}, but pairs are {meant.pairing!r}"
-    )
-    remedy = "give both channels of a pair one angle; a model trained that way (ERNIE-Image) has a second_rotary"
-    yield Suspect(cause, remedy, first, second=second)
 
 
 def _dims(meant: Rotary) -> Iterator[Suspect]:

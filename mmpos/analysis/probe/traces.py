@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,7 +135,7 @@ class Traces:
         return self.alike & (off > max(FACTOR, 6 * scatter, 2 * rounding))
 
 
-def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: Float64Array | None = None) -> Traces:
+def follow(keys: Keys, ids: Float64Array | None = None) -> Traces:
     """Find the ids of every token, or measure the residuals of known (axes, tokens) ids."""
     tokens, axes = keys.num_tokens, keys.axes()
     turning = axes[: keys.rotary.axes]
@@ -179,8 +178,6 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: 
                 good = good & (lengths[1] <= 16 * np.median(lengths[1][good][::16]))
             by_pair[a] += (squares if good.all() else squares[good]).sum(axis=0)
             counts[a] += int(good.sum())
-        if progress is not None:
-            progress(at, tokens)
     best, across, away = readings
     by_pair = [squares / max(count, 1) for squares, count in zip(by_pair, counts, strict=True)]
     futile = any(follower.futile for follower in followers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from mmpos.analysis.diagnosis.diagnosis import Diagnosis
 from mmpos.analysis.probe.check import check
 from mmpos.analysis.probe.confidence import ONE_KEY, UNKNOWN, Reading, read
 from mmpos.analysis.probe.identify import Identification, identify
-from mmpos.analysis.probe.keys import UnwrittenError, as_one_head
+from mmpos.analysis.probe.keys import UnwrittenError
 from mmpos.analysis.probe.ladder import Flags
 from mmpos.analysis.probe.traces import MOST
 from mmpos.errors import InvalidInputError
@@ -123,7 +122,6 @@ def judge(
     lengths: npt.ArrayLike | None = None,
     reference: npt.NDArray[Any] | None = None,
     trusted: bool = True,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
     """Read the keys of a layer and of each kv head, and compare ids and rotation with the intended ones.
 
@@ -134,15 +132,13 @@ def judge(
         lengths: as for ``read``.
         reference: (kv_heads, head_dim) an unrotated key.
         trusted: whether the reference is known to belong to the keys; if False, it is ignored for keys unlike it.
-        progress: as for ``read``.
 
     Raises:
         InvalidInputError: as for ``read`` and ``check``.
     """
-    keys, rotary, reference = as_one_head(keys, rotary, reference)
     fits = trusted or reference is None or reference.shape == keys.shape[-2:]
     layer = _Layer(keys, rotary, meant, lengths, reference if fits else None, trusted, foreign=not fits)
-    verdict = layer.judged(progress)
+    verdict = layer.judged()
     undecidable = (reference is None or trusted) and verdict.readings[0].num_tokens == 1
     if keys.shape[-2] > 1 and rotary.head_axes is None and not undecidable:
         verdict = _by_head(layer, verdict)
@@ -204,10 +200,10 @@ class _Layer:
         """The verdict on all heads together."""
         return self.judged()
 
-    def judged(self, progress: Callable[[int, int], None] | None = None) -> Verdict:
+    def judged(self) -> Verdict:
         """Judge all heads together, with the reference if most written tokens resemble it."""
         try:
-            reading = read(self.keys, self.rotary, reference=self.reference, lengths=self.lengths, progress=progress)
+            reading = read(self.keys, self.rotary, reference=self.reference, lengths=self.lengths)
         except UnwrittenError as error:
             return self._unwritten(self._unread(), f"{error}.")
         if self.reference is not None and reading.alike.mean() <= MOST:
@@ -216,7 +212,7 @@ class _Layer:
                 return self._unwritten(reading, "All keys are zeros, NaN or infinity: they were never written.")
             like = reading.alike[written.all(axis=1)]
             if not self.trusted and not (like.size and like.mean() > MOST):
-                return replace(self, reference=None, foreign=True).judged(progress)
+                return replace(self, reference=None, foreign=True).judged()
         try:
             return self._compared(reading)
         except InvalidInputError as error:  # the keys have another layout, which the notes mention

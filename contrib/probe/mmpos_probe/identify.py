@@ -11,10 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.diagnosis.mistakes import bfloat16
-from mmpos.analysis.probe.keys import Keys, read_keys
-from mmpos.analysis.probe.ladder import Flags
-from mmpos.analysis.probe.suspects import NO_THETA, Suspect, if_valid, of_axes, suspects
-from mmpos.analysis.probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
@@ -22,6 +18,10 @@ from mmpos.rotary.allocation import STILL
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray, counted, host_array
+from mmpos_probe.keys import Keys, read_keys
+from mmpos_probe.ladder import Flags
+from mmpos_probe.suspects import NO_THETA, Suspect, if_valid, of_axes, suspects
+from mmpos_probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
 
 FITS = 0.1
 """Largest residual, in rad, of the rotation that was applied to the keys."""

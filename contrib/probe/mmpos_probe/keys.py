@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.probe.ladder import Ladder, Phasors
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Exact, Float32Array, fixed_point_turns
 from mmpos.support.checks import Array, IntArray, host_array, instance, int_array, integer
+from mmpos_probe.ladder import Ladder, Phasors
 
 BLOCK = 4096
 """Number of tokens that are read at a time."""

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from mmpos_probe import UNKNOWN, Meant, Reading, check, identify, judge, read
+from mmpos_probe.ladder import Ladder
 
 from mmpos import place
 from mmpos.analysis.diagnosis.mistakes import bfloat16
-from mmpos.analysis.probe import UNKNOWN, Meant, Reading, check, identify, judge, read
-from mmpos.analysis.probe.ladder import Ladder
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import NTK, Linear, Llama3, Rotary, Scaling, YaRN
 from mmpos.schemes import get_scheme

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.probe.keys import Keys, read_keys
-from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, SURE, Flags, Ladder
-from mmpos.analysis.probe.traces import COARSE, EXPLAINED, FACTOR, MOST, RARE, ROUNDED, Traces, follow
 from mmpos.rotary import Rotary
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.checks import IntArray, counted
+from mmpos_probe.keys import Keys, read_keys
+from mmpos_probe.ladder import LEAST_NOISE, REACH, SURE, Flags, Ladder
+from mmpos_probe.traces import COARSE, EXPLAINED, FACTOR, MOST, RARE, ROUNDED, Traces, follow
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """The numerator of an unknown id."""

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mmpos_probe import Meant, judge
+from mmpos_probe.command import app
+from mmpos_probe.confidence import ONE_KEY
+from typer.testing import CliRunner
 
-from mmpos import Grid, SegmentTable, Text, from_hf_config, place
-from mmpos.analysis.probe.confidence import ONE_KEY
+from mmpos import Grid, InvalidInputError, MmposError, SegmentTable, Text, from_hf_config
 
 TEXT: dict[str, Any] = {
     "model_type": "qwen3_vl_text",
@@ -42,8 +45,10 @@ AXIS[1:60:3], AXIS[2:60:3] = 1, 2
 
 
 @pytest.fixture(autouse=True)
-def config(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with a config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
 
 OTHER = "The keys do not belong to reference.npz: weights, heads or the order of channels differ."
@@ -77,13 +82,20 @@ def heads(*parts: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.concatenate([part[:, head : head + 1] for head, part in enumerate(parts)], axis=1)
 
 
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(run: Run) -> Run:
-    """Return a function that runs the command with this config."""
-    return lambda *arguments: run("probe", "run", *arguments, "--config", "config.json")
+def run() -> Run:
+    """Return a function that runs the command with this config, and returns its exit code and output."""
+
+    def command(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["run", *arguments, "--config", "config.json"])
+        if isinstance(result.exception, MmposError):
+            raise result.exception
+        return result.exit_code, result.output
+
+    return command
 
 
 Layers = Callable[..., tuple[int, dict[str, dict[str, Any]]]]
@@ -95,7 +107,7 @@ def judge_layers(run: Run) -> Layers:
 
     def command(*arguments: str, **arrays: Any) -> tuple[int, dict[str, dict[str, Any]]]:
         np.savez("keys.npz", **arrays)
-        code, out, _ = run("keys.npz", *arguments, "--json")
+        code, out = run("keys.npz", *arguments, "--json")
         return code, json.loads(out)["layers"]
 
     return command
@@ -107,8 +119,8 @@ def test_correctly_rotated_keys_are_equal(run: Run) -> None:
     np.savez("with.npz", **layers, position_ids=IDS)
     np.save("ids.npy", IDS[:, None])
     for meant in (["with.npz"], ["alone.npz", "--spec", SPEC], ["alone.npz", "--ids", "ids.npy"]):
-        code, out, err = run(*meant)
-        assert (code, err) == (0, "")
+        code, out = run(*meant)
+        assert code == 0
         assert out.startswith("first: 48 of 48 ids read, residual at most ")
         assert "\nsecond: 48 of 48 ids read" in out
         assert "All 16 tokens of 1 document have the ids of" in out
@@ -122,13 +134,13 @@ def test_id_padding_is_ignored_if_row_lengths_are_given(run: Run) -> None:
     np.savez("alone.npz", keys=keys, lengths=[16, 11])
     np.save("ids.npy", ids)
     for meant in (["keys.npz"], ["alone.npz", "--ids", "ids.npy"]):
-        code, out, _ = run(*meant)
+        code, out = run(*meant)
         assert code == 0
         assert out.startswith("keys: 81 of 81 ids read")
         assert "All 27 tokens of 1 document have the ids of" in out
     ids[1, 1, 7] = 9
     np.savez("keys.npz", keys=keys, position_ids=ids, lengths=[16, 11])
-    code, out, _ = run("keys.npz")
+    code, out = run("keys.npz")
     assert code == 3
     assert "token 23, " in out
     assert "1 of 27 tokens differ" in out
@@ -144,17 +156,19 @@ def test_id_padding_is_ignored_if_row_lengths_are_given(run: Run) -> None:
 def test_swapped_key_axes_are_reported_with_the_number_of_tokens(count: int, message: str, run: Run) -> None:
     keys = np.concatenate([rotated(IDS), rotated(IDS, seed=1)], axis=1)[:, :count]
     np.savez("keys.npz", keys=keys.swapaxes(0, 1))
-    code, out, err = run("keys.npz", "--spec", SPEC)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"mmpos: error: keys.npz: keys of shape ({count}, 16, 128), {message}")
-    assert "Heads differ only by rotations, as tokens should: are the keys (kv_heads, tokens, head_dim)?" in err
+    with pytest.raises(InvalidInputError) as error:
+        run("keys.npz", "--spec", SPEC)
+    assert str(error.value).startswith(f"keys.npz: keys of shape ({count}, 16, 128), {message}")
+    assert "Heads differ only by rotations, as tokens should: are the keys (kv_heads, tokens, head_dim)?" in str(
+        error.value
+    )
 
 
 def test_layers_with_different_ids_are_named_even_without_intended_positions(run: Run) -> None:
     lost = rotated(IDS, seed=3)
     lost[9] = np.nan  # an unknown id does not count as different
     np.savez("keys.npz", a=rotated(IDS), b=rotated(IDS, seed=1), c=rotated(IDS[[0, 0, 0]], seed=2), d=lost)
-    code, out, _ = run("keys.npz")
+    code, out = run("keys.npz")
     assert code == 3
     assert "  7 tokens (first: 4) have other ids than in a.\n" in out.partition("\nc: ")[2]
     assert out.count("other ids than") == 1
@@ -169,19 +183,19 @@ def test_values_and_unrotated_keys_are_reported_as_one_key(run: Run, noise: floa
         "  To do: dump keys as they enter the cache, after their rotation.\n"
         "The attention factor was not judged: there is no unrotated reference key.\n"
     )
-    code, out, _ = run("keys.npz", "--spec", SPEC)
+    code, out = run("keys.npz", "--spec", SPEC)
     assert code == 3
     assert out.partition("\n")[2] == (
         "  documents[0], token 1, is token 1 of a run of text (segment 0): "
         "got (0, 0, 0), want (1, 1, 1) in mrope-qwen3.\n"
         "  15 of 16 tokens differ, in 1 of 1 document.\n" + rest
     )
-    code, out, _ = run("keys.npz")
+    code, out = run("keys.npz")
     assert code == 3
     first = "  Nothing was compared: pass the intended positions as --spec or --ids.\n"
     assert out.partition("\n")[2] == first + rest
     np.savez("keys.npz", values=keys, position_ids=0 * IDS)
-    code, out, _ = run("keys.npz")
+    code, out = run("keys.npz")
     assert (code, "one key" in out) == (0, False)
 
 
@@ -200,17 +214,17 @@ def test_a_lost_delta_is_named_without_blaming_the_rotation(run: Run) -> None:
     ids = IDS.copy()
     ids[:, 13:] = [13, 14, 15]
     np.save("keys.npy", rotated(ids))
-    code, out, _ = run("keys.npy", "--spec", SPEC)
+    code, out = run("keys.npy", "--spec", SPEC)
     assert (code, "the delta -4 is forgotten" in out, "rotation" in out) == (3, True, False)
 
 
 def test_the_attention_factor_is_judged_by_the_reference_next_to_the_config(run: Run, judge_layers: Layers) -> None:
     dump: dict[str, Any] = {"layers.0.attn": rotated(IDS), "layers.1.attn": 1.1 * rotated(IDS, seed=1)}
     np.savez("keys.npz", **dump)
-    code, out, _ = run("keys.npz", "--spec", SPEC)
+    code, out = run("keys.npz", "--spec", SPEC)
     assert (code, out.splitlines()[-1][: len(UNJUDGED)]) == (0, UNJUDGED)
     save_reference(unrotated(), unrotated(1))
-    code, out, _ = run("keys.npz", "--spec", SPEC)
+    code, out = run("keys.npz", "--spec", SPEC)
     assert (code, UNJUDGED in out) == (3, False)
     assert "cos and sin are multiplied by 1.1, not by 1." in out
     save_reference(unrotated(1), unrotated(1))  # the first reference belongs to other weights
@@ -227,7 +241,7 @@ def test_a_reference_reveals_an_offset_of_all_ids(run: Run) -> None:
     np.savez("keys.npz", layer0=rotated(IDS + 3))
     assert run("keys.npz", "--spec", SPEC)[0] == 0
     save_reference(unrotated())
-    code, out, _ = run("keys.npz", "--spec", SPEC)
+    code, out = run("keys.npz", "--spec", SPEC)
     assert (code, "got (3, 3, 3), want (0, 0, 0) in mrope-qwen3" in out) == (3, True)
     np.savez("keys.npz", layer0=rotated(IDS + 3), layer1=rotated(IDS + 3, seed=1))  # the second layer has no reference
     assert "other ids than" not in run("keys.npz")[1]
@@ -260,9 +274,10 @@ def test_layers_are_judged_by_the_rotation_of_their_layer_type(run: Run, judge_l
     assert run(*arguments)[0] == 3
     assert run(*arguments, "--layer-type", "full_attention")[0] == 0
     np.savez("keys.npz", keys=full)
-    code, _, err = run(*arguments)
-    assert code == 2
-    assert err.startswith("mmpos: error: keys: layer_type: got None, want one of 'full_attention', 'sliding_attention'")
+    with pytest.raises(
+        InvalidInputError, match=r"^keys: layer_type: got None, want one of 'full_attention', 'sliding_a"
+    ):
+        run(*arguments)
 
 
 def save_qwen25(head_dim: int, sections: list[int], theta: float) -> None:
@@ -280,16 +295,16 @@ def save_qwen25(head_dim: int, sections: list[int], theta: float) -> None:
     Path("config.json").write_text(json.dumps(config))
 
 
-def test_placement_mistakes_have_the_same_names_as_in_mmpos_check(run: Run) -> None:
+def test_placement_mistakes_have_the_same_names_as_in_mmpos_check() -> None:
     save_qwen25(head_dim=128, sections=[24, 20, 20], theta=5e6)
-    video = Grid(1, 2, frames=4, seconds_per_frame=1)
-    applied = place(SegmentTable.from_documents([[Text(2), video, Text(3)]]), from_hf_config(Path()).scheme).dense()
-    np.savez("keys.npz", rotated(applied, axis=np.repeat([0, 1, 2], [24, 20, 20])))
-    spec = [{"text": 2}, {"grid": [4, 1, 2], "seconds_per_frame": 0.5}, {"text": 3}]
-    Path("spec.json").write_text(json.dumps({"documents": [spec]}))
-    code, out, _ = run("keys.npz", "--spec", "spec.json")
-    assert code == 3
-    assert "Cause: seconds_per_frame is forgotten: frames are one second apart." in out
+    settings = from_hf_config(Path())
+    applied, intended = (
+        SegmentTable.from_documents([[Text(2), Grid(1, 2, frames=4, seconds_per_frame=seconds), Text(3)]])
+        for seconds in (1, 0.5)
+    )
+    keys = rotated(settings.place(applied).dense(), axis=np.repeat([0, 1, 2], [24, 20, 20]))
+    verdict = judge(keys, settings.rotary, Meant(intended, settings.scheme))
+    assert "Cause: seconds_per_frame is forgotten: frames are one second apart." in verdict.sentences
 
 
 def test_a_single_wrong_head_is_named(judge_layers: Layers) -> None:
@@ -344,7 +359,7 @@ def test_the_reference_is_recognized_although_heads_are_rotated_differently(run:
     Path("config.json").write_text(json.dumps(QWEN3))
     save_reference(unrotated())
     np.savez("keys.npz", layer0=shifted(0, 300))
-    code, out, _ = run("keys.npz")
+    code, out = run("keys.npz")
     assert (code, UNJUDGED in out, OTHER in out, "Kv heads are rotated differently." in out) == (3, False, False, True)
 
 
@@ -418,65 +433,66 @@ def test_a_single_token_proves_nothing_without_a_reference(judge_layers: Layers)
         (
             {"position_ids": IDS},
             [],
-            "mmpos: error: keys.npz: got only position_ids, want at least one array of keys",
+            "keys.npz: got only position_ids, want at least one array of keys",
         ),
         (
             {"keys": IDS},
             [],
-            "mmpos: error: keys.npz: got keys of shape (3, 16), want keys (tokens, kv_heads, head_dim), or",
+            "keys.npz: got keys of shape (3, 16), want keys (tokens, kv_heads, head_dim), or",
         ),
         (
             {"keys": rotated(IDS)},
             ["--spec", "3"],
-            "mmpos: error: keys.npz: keys of shape (16, 2, 128), reading: got 3 axes and 16 tokens, want 3 axes and 3",
+            "keys.npz: keys of shape (16, 2, 128), reading: got 3 axes and 16 tokens, want 3 axes and 3",
         ),
         (
             {"keys": rotated(IDS).astype(np.int8)},
             ["--spec", SPEC],
-            "mmpos: error: keys.npz: keys of shape (16, 2, 128), keys: got dtype int8, want floats",
+            "keys.npz: keys of shape (16, 2, 128), keys: got dtype int8, want floats",
         ),
         (
             {"keys": rotated(IDS), "position_ids": IDS},
             ["--spec", SPEC],
-            "mmpos: error: --spec cannot be combined with position_ids in the dump",
+            "--spec cannot be combined with position_ids in the dump",
         ),
         (
             {"keys": rotated(IDS), "position_ids": IDS[[0, 0, 1, 2]]},
             [],
-            "mmpos: error: position_ids: got shape (4, 16), want (3, tokens) or (3, batch, length); leave out the text",
+            "position_ids: got shape (4, 16), want (3, tokens) or (3, batch, length); leave out the text",
         ),
         (
             {"keys": rotated(IDS), "position_ids": np.int64(3)},
             [],
-            "mmpos: error: position_ids: got shape (), want (3, tokens) or (3, batch, length)",
+            "position_ids: got shape (), want (3, tokens) or (3, batch, length)",
         ),
         (
             {"keys": rotated(IDS)[None], "position_ids": IDS[:, None], "lengths": [16, 16]},
             [],
-            "mmpos: error: position_ids of shape (3, 1, 16), lengths: got shape (2,), want (1,)",
+            "lengths: got [16, 16], want 0 to 16 for each of 1 rows, as in position_ids",
         ),
         (
             {"keys": rotated(IDS)[None], "position_ids": IDS[:, None], "lengths": [17]},
             [],
-            "mmpos: error: position_ids of shape (3, 1, 16), lengths[0]: got 17, want <= 16",
+            "lengths: got [17], want 0 to 16 for each of 1 rows, as in position_ids",
         ),
-        ({"keys": rotated(IDS), "position_ids": IDS}, ["--start", "3"], "mmpos: error: --start requires --spec"),
-        ({"keys": rotated(IDS)}, ["--spec", "3", "--ids", "x"], "mmpos: error: --spec cannot be combined with --ids"),
+        ({"keys": rotated(IDS), "position_ids": IDS}, ["--start", "3"], "--start requires --spec"),
+        ({"keys": rotated(IDS)}, ["--spec", "3", "--ids", "x"], "--spec cannot be combined with --ids"),
+        ({"a": rotated(IDS), "keys": rotated(IDS)}, ["--ids", "keys.npz"], "--ids: got 2 arrays, want one"),
+        ({"keys": rotated(IDS)}, ["--spec", "3,2x"], "--spec: got '3,2x', want text and grids, such as 3,2x3,2 or"),
     ],
 )
 def test_invalid_dumps_are_refused(arrays: dict[str, Any], arguments: list[str], message: str, run: Run) -> None:
     np.savez("keys.npz", **arrays)
-    code, out, err = run("keys.npz", *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(message)
+    with pytest.raises(InvalidInputError) as error:
+        run("keys.npz", *arguments)
+    assert str(error.value).startswith(message)
 
 
 def test_files_that_are_not_dumps_are_refused(run: Run) -> None:
     Path("keys.npz").write_bytes(b"no archive")
     for name, got in (("keys.npz", "got "), ("missing.npz", "got No such file")):
-        code, _, err = run(name)
-        assert code == 2
-        assert err.startswith(f"mmpos: error: {name}: {got}")
+        with pytest.raises(InvalidInputError, match=f"^{name}: {got}"):
+            run(name)
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (4, 4)])
@@ -490,7 +506,7 @@ def test_sentences_do_not_contradict_each_other(run: Run, shape: tuple[int, int]
     keys = rotated(ids[[0, 1, 0]])
     keys = keys * (1 + 0.03 * np.random.default_rng(3).normal(size=keys.shape).astype(np.float32))  # the noise of e4m3
     np.save("keys.npy", keys)
-    code, out, _ = run("keys.npy", "--ids", "ids.npy")
+    code, out = run("keys.npy", "--ids", "ids.npy")
     assert code == 3
     assert "axis 0 (frame) is used in place of axis 2 (col)" in out
     assert "intended rotation" not in out

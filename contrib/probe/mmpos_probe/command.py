@@ -1,34 +1,38 @@
-"""The commands that find out by which positions an engine rotates keys."""
+"""The commands of ``mmpos probe``, which find out by which positions an engine rotates keys."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 import typer
 
-from mmpos.cli.analysis import read_array
-from mmpos.cli.commands import SPECS, group
-from mmpos.cli.options import read_config, read_specs
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
-from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import counted, first_bad, int_array, naming
-from mmpos.support.program import DIFFERENT, STDIN
+from mmpos.integrations.models import ModelSettings, from_hf_config
+from mmpos.segments import Grid, SegmentTable, Text
+from mmpos_probe.checkpoint import REFERENCE, write_checkpoint
+from mmpos_probe.confidence import Reading
+from mmpos_probe.verdict import Meant, Verdict, judge
+from mmpos_probe.words import counted
 
-if TYPE_CHECKING:
-    from mmpos.analysis.probe import Meant, Reading, Verdict
-    from mmpos.integrations.models.settings import ModelSettings
+DIFFERENT = 3
+"""Exit code if keys are not as intended."""
 
-probe = group("probe", "Find the positions by which an engine actually rotates, from the keys in its cache.")
+app = typer.Typer(
+    name="probe",
+    help="Find the positions by which an engine actually rotates, from the keys in its cache.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
 
 
-@probe.command()
+@app.command()
 def checkpoint(
     config: Annotated[
         Path,
@@ -43,8 +47,6 @@ def checkpoint(
     Any engine that loads checkpoints can be probed with it through ordinary requests, because all tokens and image
     patches have the same hidden state in every layer.
     """
-    from mmpos.analysis.probe import write_checkpoint
-
     typer.echo(write_checkpoint(config, output))
 
 
@@ -54,14 +56,15 @@ BESIDE = ("position_ids", "lengths", "reference")
 """Names of the arrays of a dump that are not keys."""
 
 
-@probe.command(
+@app.command(
     help="Read the positions by which keys were rotated, and compare them with the intended ones.\n\n"
     "A dump contains the keys of tokens with one hidden state: floats (tokens, kv_heads, head_dim) or (batch, tokens, "
     "kv_heads, head_dim), as one array of numpy.save, or one array per layer of numpy.savez. It may also contain "
     "position_ids, the intended ids, (axes, tokens) without padding or (axes, batch, length) with padding; lengths, "
     "(batch,) the number of tokens of each row before its padding; and reference, a (kv_heads, head_dim) unrotated "
     "key. Without it, the reference of each layer is read from reference.npz next to config.json, which a probe "
-    f"checkpoint contains.\n\n{SPECS}\n\n"
+    "checkpoint contains.\n\nA spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of "
+    "patches, and 2 text tokens; 4x2x3 is a video of 4 frames.\n\n"
     f"Exit codes: 0 as intended; {DIFFERENT} other positions, another rotation, or nothing compared."
 )
 def run(
@@ -74,7 +77,7 @@ def run(
     ] = None,
     documents: Annotated[
         list[str] | None,
-        typer.Option("--spec", metavar="SPEC|FILE", help="The documents, for the model's scheme.", show_default=False),
+        typer.Option("--spec", metavar="SPEC", help="The documents, for the model's scheme.", show_default=False),
     ] = None,
     start: Annotated[
         int | None, typer.Option(help="Id of each document's first token.", show_default="the model's first id")
@@ -90,8 +93,6 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Read the positions by which keys were rotated."""
-    from mmpos.analysis.probe import judge
-
     dump = _dump(keys)
     layers = dict(_layers(keys, dump))
     kinds, models = _models(config, layer_type, layers)
@@ -101,8 +102,10 @@ def run(
     verdicts: dict[str, Verdict] = {}
     for name, layer in layers.items():
         options: dict[str, Any] = {"lengths": dump.get("lengths"), "reference": references.get(name)}
-        with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "):
+        try:
             verdicts[name] = judge(layer, models[name].rotary, meant, **options, trusted=trusted)
+        except MmposError as error:
+            raise type(error)(f"{keys}: {name} of shape {layer.shape}, {error}") from error
         if not as_json:
             typer.echo(_summary(name, verdicts[name]))
             typer.echo("".join(f"  {sentence}\n" for sentence in _sentences(verdicts, name, meant)), nl=False)
@@ -149,12 +152,12 @@ def _models(
     config: Path, layer_type: str | None, names: Iterable[str]
 ) -> tuple[dict[str, str | None], dict[str, ModelSettings]]:
     """Return the type of each layer, and the settings of the model for that type."""
-    from mmpos.integrations.models import from_hf_config
-    from mmpos.rotary.hf_config import hf_layer_types
-
-    values, types = read_config(config), list[str]()
-    with suppress(MmposError):  # from_hf_config below raises the same error
-        types = hf_layer_types(values)
+    path = config / "config.json" if config.is_dir() else config
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{config}: got {error}, want the config.json of a model") from None
+    types = values.get("text_config", values).get("layer_types") or [] if isinstance(values, dict) else []
     numbers = {name: _number(name) for name in names}
     kinds = {
         name: types[number] if layer_type is None and number is not None and number < len(types) else layer_type
@@ -187,10 +190,8 @@ def _number(name: str) -> int | None:
 
 def _beside(config: Path, names: Iterable[str]) -> Arrays:
     """Read the unrotated keys stored next to the config.json of a probe checkpoint, keyed by layer name."""
-    from mmpos.analysis.probe.checkpoint import REFERENCE
-
     path = (config if config.is_dir() else config.parent) / REFERENCE
-    if config == Path(STDIN) or not path.is_file():
+    if not path.is_file():
         return {}
     keys = _dump(path)
     return {name: keys[str(_number(name))] for name in names if str(_number(name)) in keys}
@@ -209,14 +210,13 @@ def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
 
 def _dump(path: Path) -> Arrays:
     """Read the arrays of a dump, and return them by name."""
-    if path.suffix == ".npy":
-        return {"keys": read_array(path)}
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            return {"keys": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
     except OSError as error:
         got = error.strerror or str(error)
-    except (ValueError, AttributeError, EOFError) as error:
+    except (ValueError, EOFError, BadZipFile) as error:
         got = str(error)
     raise InvalidInputError(f"{path}: got {got}, want arrays saved with numpy.savez, or a .npy saved with numpy.save")
 
@@ -238,21 +238,21 @@ def _meant(
     dump: Arrays, ids: Path | None, documents: list[str] | None, start: int | None, model: ModelSettings
 ) -> Meant | None:
     """Return the intended positions, or None if none were passed."""
-    from mmpos.analysis.probe import Meant
-
     sources = {"--spec": bool(documents), "--ids": ids is not None, "position_ids in the dump": "position_ids" in dump}
     passed = [name for name, present in sources.items() if present]
     if len(passed) > 1:
         raise InvalidInputError(f"{passed[0]} cannot be combined with {passed[1]}")
     if documents:
-        segments = SegmentTable.from_documents(read_specs(documents).documents)
+        segments = SegmentTable.from_documents([_document(spec) for spec in documents])
         return Meant(segments, model.scheme, model.start if start is None else start)
     if start is not None:
         raise InvalidInputError("--start requires --spec")
     if not passed:
         return None
-    array = dump["position_ids"] if ids is None else read_array(ids)
-    axes = model.rotary.axes
+    arrays = [dump["position_ids"]] if ids is None else list(_dump(ids).values())
+    if len(arrays) != 1:
+        raise InvalidInputError(f"--ids: got {len(arrays)} arrays, want one")
+    array, axes = arrays[0], model.rotary.axes
     if array.ndim == 1:
         array = np.tile(array, (axes, 1))
     name = "position_ids" if ids is None else "--ids"
@@ -263,8 +263,22 @@ def _meant(
         )
     if array.ndim == 3 and "lengths" in dump:
         batch, length = array.shape[1:]
-        with naming(f"{name} of shape {array.shape}", joint=", "):
-            lengths = int_array("lengths", dump["lengths"], (batch,))
-            first_bad("lengths", lengths, minimum=0, maximum=length)
+        lengths = np.asarray(dump["lengths"])
+        if lengths.shape != (batch,) or lengths.min() < 0 or lengths.max() > length:
+            want = f"0 to {length} for each of {batch} rows, as in {name}"
+            raise InvalidInputError(f"lengths: got {lengths.tolist()}, want {want}")
         array = array[:, np.arange(length) < lengths[:, None]]
     return Meant(np.asarray(array.reshape(axes, -1)))
+
+
+def _document(spec: str) -> list[Text | Grid]:
+    """Parse the text and grids of a document.
+
+    >>> SegmentTable.from_documents([_document("3,2x4,4x2x3")]).extents.T.tolist()
+    [[1, 1, 3], [1, 2, 4], [4, 2, 3]]
+    """
+    part = r"\d+(x\d+){0,2}"
+    if not re.fullmatch(rf"{part}(,{part})*", spec, re.ASCII):
+        raise InvalidInputError(f"--spec: got {spec!r}, want text and grids, such as 3,2x3,2 or 3,4x2x3,2")
+    parts = [[int(side) for side in sides.split("x")] for sides in spec.split(",")]
+    return [Text(*sides) if len(sides) == 1 else Grid.from_thw([1, *sides][-3:]) for sides in parts]

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from mmpos_probe import check, identify, read
 
 from mmpos import UnsupportedError, place
-from mmpos.analysis.probe import check, identify, read
 from mmpos.rotary import Rotary, YaRN
 from mmpos.segments import Grid, SegmentTable, Text
 from mmpos.support.checks import counted

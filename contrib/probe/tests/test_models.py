@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mmpos_probe import check, identify, read, write_checkpoint
+from mmpos_probe.checkpoint import CACHES
 
 import mmpos
 from mmpos import ModelSettings, PositionTable, SegmentTable
-from mmpos.analysis.probe import check, identify, read, write_checkpoint
-from mmpos.analysis.probe.checkpoint import CACHES
 from mmpos.rotary import Rotary
 
 torch = pytest.importorskip("torch")

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from mmpos.analysis.diagnosis.deviation import Flags
 from mmpos.analysis.diagnosis.diagnosis import Diagnosis, diagnose, first_difference, fractions_of, segment_starts
 from mmpos.analysis.diagnosis.shapes import table_of_ids
-from mmpos.analysis.probe.confidence import Reading
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
@@ -19,6 +18,7 @@ from mmpos.rotary.frequencies import Float64Array
 from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, host_array, instance, int_array
+from mmpos_probe.confidence import Reading
 
 NEAR = 1e-9
 """Largest distance between ids that count as equal, since fractions are floats here."""
@@ -52,7 +52,7 @@ def check(
     Raises:
         InvalidInputError: the numbers of tokens or axes differ, or the reading contains no known id.
     """
-    instance("reading", reading, Reading, "mmpos.analysis.probe.read")
+    instance("reading", reading, Reading, "mmpos_probe.read")
     table = _table(documents, scheme, start, reading.axes)
     documents = documents if isinstance(documents, SegmentTable) else table
     if (table.axes, table.num_tokens) != (reading.axes, reading.num_tokens):

@@ -10,12 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.analysis.diagnosis.diagnosis import Diagnosis
-from mmpos.analysis.probe.check import check
-from mmpos.analysis.probe.confidence import ONE_KEY, UNKNOWN, Reading, read
-from mmpos.analysis.probe.identify import Identification, identify
-from mmpos.analysis.probe.keys import UnwrittenError
-from mmpos.analysis.probe.ladder import Flags
-from mmpos.analysis.probe.traces import MOST
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
@@ -25,6 +19,12 @@ from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import Array
+from mmpos_probe.check import check
+from mmpos_probe.confidence import ONE_KEY, UNKNOWN, Reading, read
+from mmpos_probe.identify import Identification, identify
+from mmpos_probe.keys import UnwrittenError
+from mmpos_probe.ladder import Flags
+from mmpos_probe.traces import MOST
 
 OTHER = "The keys do not belong to reference.npz: weights, heads or the order of channels differ."
 

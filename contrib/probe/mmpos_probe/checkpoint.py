@@ -25,8 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
-from mmpos.support.extras import needed_for
-from mmpos.support.files import local_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,10 +123,11 @@ def write_checkpoint(config: str | Path | Mapping[str, Any], folder: str | Path)
         ImportError: Transformers is not installed.
         OSError: the folder cannot be written; the error names it.
     """
-    folder = local_path("folder", folder)
-    with needed_for("write_checkpoint", extra="hf"):
-        import torch
-        import transformers  # noqa: F401
+    import torch
+
+    if re.match(r"\w+:/", str(folder)):  # pathlib would write to a folder of this name
+        raise InvalidInputError(f"folder: got {str(folder)!r}, want a path on this machine, not a URL")
+    folder = Path(folder)
     values, source = _read(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInputError(f"folder: got {folder}, which contains files, want a new or empty folder")

@@ -17,9 +17,7 @@ from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.integrations.models import ModelSettings, from_hf_config
 from mmpos.segments import Grid, SegmentTable, Text
 from mmpos_probe.checkpoint import REFERENCE, write_checkpoint
-from mmpos_probe.confidence import Reading
 from mmpos_probe.verdict import Meant, Verdict, judge
-from mmpos_probe.words import counted
 
 DIFFERENT = 3
 """Exit code if keys are not as intended."""
@@ -52,20 +50,19 @@ def checkpoint(
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
-BESIDE = ("position_ids", "lengths", "reference")
+BESIDE = ("position_ids", "reference")
 """Names of the arrays of a dump that are not keys."""
 
 
 @app.command(
     help="Read the positions by which keys were rotated, and compare them with the intended ones.\n\n"
-    "A dump contains the keys of tokens with one hidden state: floats (tokens, kv_heads, head_dim) or (batch, tokens, "
-    "kv_heads, head_dim), as one array of numpy.save, or one array per layer of numpy.savez. It may also contain "
-    "position_ids, the intended ids, (axes, tokens) without padding or (axes, batch, length) with padding; lengths, "
-    "(batch,) the number of tokens of each row before its padding; and reference, a (kv_heads, head_dim) unrotated "
-    "key. Without it, the reference of each layer is read from reference.npz next to config.json, which a probe "
-    "checkpoint contains.\n\nA spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of "
-    "patches, and 2 text tokens; 4x2x3 is a video of 4 frames.\n\n"
-    f"Exit codes: 0 as intended; {DIFFERENT} other positions, another rotation, or nothing compared."
+    "A dump contains the keys of tokens with one hidden state: floats (tokens, kv_heads, head_dim), without padding, "
+    "as one array of numpy.save, or one array per layer of numpy.savez. It may also contain position_ids, the "
+    "intended ids, (axes, tokens); and reference, a (kv_heads, head_dim) unrotated key. Without it, the reference of "
+    "each layer is read from reference.npz next to config.json, which a probe checkpoint contains.\n\n"
+    "A spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 text "
+    "tokens; 4x2x3 is a video of 4 frames.\n\n"
+    f"Exit codes: 0 as intended; {DIFFERENT} other positions or another rotation."
 )
 def run(
     keys: Annotated[Path, typer.Argument(metavar="KEYS.npz|.npy", help="The dump.", show_default=False)],
@@ -101,18 +98,17 @@ def run(
     references = dict.fromkeys(layers, dump["reference"]) if trusted else _beside(config, layers)
     verdicts: dict[str, Verdict] = {}
     for name, layer in layers.items():
-        options: dict[str, Any] = {"lengths": dump.get("lengths"), "reference": references.get(name)}
         try:
-            verdicts[name] = judge(layer, models[name].rotary, meant, **options, trusted=trusted)
+            verdicts[name] = judge(layer, models[name].rotary, meant, reference=references.get(name), trusted=trusted)
         except MmposError as error:
             raise type(error)(f"{keys}: {name} of shape {layer.shape}, {error}") from error
         if not as_json:
             typer.echo(_summary(name, verdicts[name]))
-            typer.echo("".join(f"  {sentence}\n" for sentence in _sentences(verdicts, name, meant)), nl=False)
+            typer.echo("".join(f"  {sentence}\n" for sentence in verdicts[name].sentences), nl=False)
     equal = all(verdict.equal for verdict in verdicts.values())
     unjudged = [name for name in layers if name not in references]
     if as_json:
-        fields = {name: {"layer_type": kinds[name], **_json(verdicts, name, meant)} for name in verdicts}
+        fields = {name: {"layer_type": kinds[name], **_json(verdict)} for name, verdict in verdicts.items()}
         typer.echo(json.dumps({"equal": equal, "layers": fields}, ensure_ascii=False, indent=1))
     elif unjudged:
         where = "" if len(unjudged) == len(verdicts) else f" in {', '.join(unjudged)}"
@@ -128,15 +124,7 @@ def _summary(name: str, verdict: Verdict) -> str:
     return f"{name}: {int(known.sum()):,} of {known.size:,} ids{heads} read, {residual}"
 
 
-def _sentences(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> list[str]:
-    """Return the sentences about a layer; without intended positions, also compare it with the first layer."""
-    first = next(iter(verdicts))
-    unlike = _unlike(verdicts[name].readings[0], first, verdicts[first].readings[0]) if meant is None else []
-    return [*verdicts[name].sentences, *unlike]
-
-
-def _json(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> dict[str, Any]:
-    verdict = verdicts[name]
+def _json(verdict: Verdict) -> dict[str, Any]:
     return {
         "equal": verdict.equal,
         "known": float(verdict.known.mean()),
@@ -144,7 +132,7 @@ def _json(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> di
         "first_wrong": verdict.first_wrong,
         "factor_judged": verdict.factor_judged,
         "wrong_heads": verdict.wrong_heads,
-        "message": _sentences(verdicts, name, meant),
+        "message": verdict.sentences,
     }
 
 
@@ -164,15 +152,9 @@ def _models(
         for name, number in numbers.items()
     }
     models: dict[str | None, ModelSettings] = {}
-    for name, kind in kinds.items():
+    for kind in kinds.values():
         if kind not in models:
-            try:
-                models[kind] = from_hf_config(values, layer_type=kind)
-            except InvalidInputError as error:
-                if kind is not None or not types:
-                    raise
-                hint = "pass --layer-type, or put the number of each layer into the name of its array"
-                raise InvalidInputError(f"{name}: {error}; {hint}") from error
+            models[kind] = from_hf_config(values, layer_type=kind)
         if models[kind].second_rotary is not None:
             raise UnsupportedError(f"{config}: got a model with two rotaries for the channels of a pair, want one")
     return kinds, {name: models[kind] for name, kind in kinds.items()}
@@ -197,17 +179,6 @@ def _beside(config: Path, names: Iterable[str]) -> Arrays:
     return {name: keys[str(_number(name))] for name in names if str(_number(name)) in keys}
 
 
-def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
-    """Return a sentence about ids that differ from the first layer's, counting tokens with ids known in both layers."""
-    if reading.position_ids.shape != first.position_ids.shape or reading.reference != first.reference:
-        return []
-    got, want = ((layer.position_ids / layer.denominators) for layer in (reading, first))
-    tokens = np.flatnonzero(((got != want) & reading.known & first.known).any(axis=0))
-    if not tokens.size:
-        return []
-    return [f"{counted(tokens.size, 'token')} (first: {tokens[0]}) have other ids than in {name}."]
-
-
 def _dump(path: Path) -> Arrays:
     """Read the arrays of a dump, and return them by name."""
     try:
@@ -226,7 +197,7 @@ def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     if not names:
         raise InvalidInputError(f"{path}: got only {', '.join(sorted(dump))}, want at least one array of keys")
     for name in names:
-        if dump[name].ndim < 3:
+        if dump[name].ndim != 3:
             got = f"{name} of shape {dump[name].shape}"
             raise InvalidInputError(
                 f"{path}: got {got}, want keys (tokens, kv_heads, head_dim), or {', '.join(BESIDE)}"
@@ -236,10 +207,12 @@ def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 def _meant(
     dump: Arrays, ids: Path | None, documents: list[str] | None, start: int | None, model: ModelSettings
-) -> Meant | None:
-    """Return the intended positions, or None if none were passed."""
+) -> Meant:
+    """Return the intended positions."""
     sources = {"--spec": bool(documents), "--ids": ids is not None, "position_ids in the dump": "position_ids" in dump}
     passed = [name for name, present in sources.items() if present]
+    if not passed:
+        raise InvalidInputError(f"got no intended positions, want one of {', '.join(sources)}")
     if len(passed) > 1:
         raise InvalidInputError(f"{passed[0]} cannot be combined with {passed[1]}")
     if documents:
@@ -247,8 +220,6 @@ def _meant(
         return Meant(segments, model.scheme, model.start if start is None else start)
     if start is not None:
         raise InvalidInputError("--start requires --spec")
-    if not passed:
-        return None
     arrays = [dump["position_ids"]] if ids is None else list(_dump(ids).values())
     if len(arrays) != 1:
         raise InvalidInputError(f"--ids: got {len(arrays)} arrays, want one")
@@ -256,19 +227,10 @@ def _meant(
     if array.ndim == 1:
         array = np.tile(array, (axes, 1))
     name = "position_ids" if ids is None else "--ids"
-    if array.ndim not in (2, 3) or len(array) != axes:
+    if array.ndim != 2 or len(array) != axes:
         hint = "; leave out the text row" if array.ndim and len(array) == axes + 1 else ""
-        raise InvalidInputError(
-            f"{name}: got shape {array.shape}, want ({axes}, tokens) or ({axes}, batch, length){hint}"
-        )
-    if array.ndim == 3 and "lengths" in dump:
-        batch, length = array.shape[1:]
-        lengths = np.asarray(dump["lengths"])
-        if lengths.shape != (batch,) or lengths.min() < 0 or lengths.max() > length:
-            want = f"0 to {length} for each of {batch} rows, as in {name}"
-            raise InvalidInputError(f"lengths: got {lengths.tolist()}, want {want}")
-        array = array[:, np.arange(length) < lengths[:, None]]
-    return Meant(np.asarray(array.reshape(axes, -1)))
+        raise InvalidInputError(f"{name}: got shape {array.shape}, want ({axes}, tokens){hint}")
+    return Meant(np.asarray(array))
 
 
 def _document(spec: str) -> list[Text | Grid]:

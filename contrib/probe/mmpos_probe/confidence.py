@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos.rotary import Rotary
-from mmpos.rotary.frequencies import Float64Array
-from mmpos.support.checks import IntArray, counted
 from mmpos_probe.keys import Keys, read_keys
-from mmpos_probe.ladder import LEAST_NOISE, REACH, SURE, Flags, Ladder
+from mmpos_probe.ladder import LEAST_NOISE, REACH, SURE, Ladder
 from mmpos_probe.traces import COARSE, EXPLAINED, FACTOR, MOST, RARE, ROUNDED, Traces, follow
+from mmpos_probe.words import Flags, Float64Array, IntArray, counted
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """The numerator of an unknown id."""
@@ -55,7 +53,6 @@ class Reading:
             tokens. False for a key that was never written, was overwritten, lacks the attention factor of the others or
             was rotated differently; and for an id between integers if at most 1 in 100 ids lie between integers.
         reference: the token that ids are relative to; None if ids are absolute.
-        row_offsets: (batch + 1,) first token of each row of the batch, then the number of tokens.
         notes: sentences that say which ids are unknown, and why.
     """
 
@@ -66,7 +63,6 @@ class Reading:
     alike: Flags
     explained: Flags
     reference: int | None
-    row_offsets: IntArray
     notes: tuple[str, ...]
 
     @property
@@ -76,7 +72,7 @@ class Reading:
 
     @property
     def num_tokens(self) -> int:
-        """Total number of tokens in all rows."""
+        """Number of tokens."""
         return int(self.position_ids.shape[1])
 
     @property
@@ -94,7 +90,6 @@ def read(
     rotary: Rotary,
     *,
     reference: Any = None,
-    lengths: npt.ArrayLike | None = None,
 ) -> Reading:
     """Read the positions by which keys were rotated.
 
@@ -110,17 +105,16 @@ def read(
     [[0, 1, 2, 3, 4]]
 
     Args:
-        keys: (tokens, kv_heads, head_dim), or (batch, tokens, kv_heads, head_dim); floats of any width, numpy or torch.
+        keys: (tokens, kv_heads, head_dim) without padding; floats of any width, numpy or torch.
         rotary: the intended rotation.
-        reference: the token that ids are relative to, counted over all rows, by default the first; or a
+        reference: the token that ids are relative to, by default the first; or a
             (kv_heads, head_dim) unrotated key, for absolute ids.
-        lengths: (batch,) number of tokens in each row, without the padding after them; by default, all.
 
     Raises:
         InvalidInputError: keys are not floats, or their shape does not match the rotary; the reference is zero or not
             finite.
     """
-    state = read_keys(keys, rotary, reference, lengths)
+    state = read_keys(keys, rotary, reference)
     return _certain(state, follow(state))
 
 
@@ -160,11 +154,8 @@ def _certain(keys: Keys, raw: Traces) -> Reading:
         confidence[:] = 0
     position_ids = np.where(confidence >= SURE, numerators, UNKNOWN)
     explained = ~(raw.unexplained(keys.rounding, position_ids != UNKNOWN) | between.any(axis=0))
-    offsets = np.concatenate([[0], np.cumsum(keys.lengths)])
     notes = _notes(keys, raw, position_ids, explained, rational, unfit, misfit)
-    return Reading(
-        position_ids, denominators, raw.residual, confidence, raw.alike, explained, keys.token, offsets, notes
-    )
+    return Reading(position_ids, denominators, raw.residual, confidence, raw.alike, explained, keys.token, notes)
 
 
 def _usual(noise: Float64Array, read: Flags) -> Float64Array:
@@ -250,8 +241,6 @@ def _notes(
     alone = keys.token is not None and keys.num_tokens == 1
     if alone:
         notes.append("The only token is the reference: its ids relative to itself are 0, which shows nothing.")
-    if (alone or misfit) and keys.rotary.head_axes is None and keys.exchanged:
-        notes.append("Heads differ only by rotations, as tokens should: are the keys (kv_heads, tokens, head_dim)?")
     if keys.num_tokens > 1 and (ids == ids[:, :1]).all() and (ids != UNKNOWN).any():
         notes.append(ONE_KEY)
     for axis, pairs in enumerate(raw.axes[: len(ids)]):

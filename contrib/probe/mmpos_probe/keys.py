@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import Rotary
-from mmpos.rotary.frequencies import Exact, Float32Array, fixed_point_turns
-from mmpos.support.checks import Array, IntArray, host_array, instance, int_array, integer
 from mmpos_probe.ladder import Ladder, Phasors
+from mmpos_probe.words import Array, Float32Array, IntArray, host_array
 
 BLOCK = 4096
 """Number of tokens that are read at a time."""
@@ -32,39 +30,33 @@ class UnwrittenError(InvalidInputError):
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Keys of tokens, without padding, and the reference key that they are compared with.
+    """Keys of tokens, and the reference key that they are compared with.
 
     Args:
-        rows: (batch, tokens, kv_heads, head_dim) keys with padding: numpy, or torch on any device.
-        lengths: (batch,) number of tokens in each row; padding follows the tokens.
+        all: (tokens, kv_heads, head_dim): numpy, or torch on any device.
         rotary: the intended rotation.
         reference: (kv_heads, head_dim) float32.
         token: the reference token; None if the reference is an unrotated key.
     """
 
-    rows: Any
-    lengths: IntArray
+    all: Any
     rotary: Rotary
     reference: Float32Array
     token: int | None
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens without padding."""
-        return int(self.lengths.sum())
+        """Number of tokens."""
+        return len(self.all)
 
     def blocks(self) -> Iterator[Float32Array]:
         """Yield (tokens, kv_heads, head_dim) float32, at most BLOCK tokens at a time."""
-        for row, length in zip(self.rows, self.lengths.tolist(), strict=True):
-            for start in range(0, length, BLOCK):
-                yield _float32(row[start : min(start + BLOCK, length)])
+        for start in range(0, self.num_tokens, BLOCK):
+            yield _float32(self.all[start : start + BLOCK])
 
     def take(self, tokens: IntArray) -> Float32Array:
-        """Return the (tokens, kv_heads, head_dim) float32 keys of tokens, which are counted over all rows."""
-        ends = np.cumsum(self.lengths)
-        row = np.searchsorted(ends, tokens, side="right")
-        column = tokens - (ends - self.lengths)[row]
-        return np.concatenate([_float32(self.rows[r][column[row == r]]) for r in np.unique(row)])
+        """Return the (tokens, kv_heads, head_dim) float32 keys of some tokens."""
+        return _float32(self.all[tokens])
 
     @property
     def rounding(self) -> float:
@@ -80,20 +72,6 @@ class Keys:
             steps.append(float((np.diff(numbers) / numbers[1:]).min(initial=1.0)))
         return min(steps) / 6**0.5
 
-    @property
-    def exchanged(self) -> bool:
-        """Whether heads differ only in their rotation, as tokens should, but tokens do not: the axes may be swapped."""
-        some = next(self.blocks())[:64]
-        by_token = self.pairs(some[np.isfinite(some).all(axis=(1, 2))])
-
-        def differ_by_rotations(pairs: Phasors) -> bool:
-            first, others = pairs[:1], pairs[1:]
-            off = np.abs(np.abs(others) - np.abs(first)) / np.maximum(np.abs(first), 1e-30)
-            turned = np.abs(others - first) > ALIKE * np.abs(first)
-            return others.size > 0 and bool(np.median(off) <= ALIKE and turned.any())
-
-        return differ_by_rotations(by_token.swapaxes(0, 1)) and not differ_by_rotations(by_token)
-
     def pairs(self, keys: Float32Array) -> Phasors:
         """View (…, kv_heads, head_dim) keys as (…, kv_heads, pairs) complex numbers."""
         pairs = self.rotary.num_pairs
@@ -107,23 +85,18 @@ class Keys:
         """Return the pairs of every axis; if some pairs are not rotated, they follow as axis −1."""
         rotary = self.rotary
         reference = self.pairs(self.reference)
-        by_head = np.broadcast_to(rotary.pair_axis, reference.shape)
         turns, inv_freq = rotary.turns, rotary.inv_freq_array
-        if rotary.precision == "hf":
-            inv_freq = rotary.inv_freq_float32.astype(np.float64)
-            turns = fixed_point_turns(Exact().array(inv_freq.tolist()))
         axes = []
         for axis in (*range(rotary.axes), -1):
-            mine = by_head == axis
+            mine = rotary.pair_axis == axis
             if axis >= 0:
                 mine = mine & (inv_freq != 0)
             length = np.sqrt((np.abs(reference) ** 2 * mine).sum(axis=0, dtype=np.float64))
             columns = np.flatnonzero(length > 1e-3 * max(length.max(initial=0), 1e-30))
-            heads = np.flatnonzero(mine.any(axis=1))
-            back = (reference * mine)[np.ix_(heads, columns)].conj() / length[columns] ** 2
+            back = reference[:, columns].conj() / length[columns] ** 2
             ladder = Ladder(turns[columns], inv_freq[columns], length[columns])
-            axes.append(Axis(axis, heads, columns, back.astype(np.complex64), ladder))
-        return axes if (by_head == -1).any() else axes[:-1]
+            axes.append(Axis(axis, columns, back.astype(np.complex64), ladder))
+        return axes if (rotary.pair_axis == -1).any() else axes[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,52 +105,46 @@ class Axis:
 
     Args:
         axis: number of the axis; −1 for pairs that are not rotated.
-        heads: (heads,) kv heads with pairs of this axis.
         columns: (pairs,) indices of the pairs.
-        back: (heads, pairs) factors that rotate a token's pairs back by the reference; summed over heads, the pairs of
-            the reference then have length 1.
+        back: (kv_heads, pairs) factors that rotate a token's pairs back by the reference; summed over heads, the pairs
+            of the reference then have length 1.
         ladder: frequencies and weights of the pairs.
     """
 
     axis: int
-    heads: IntArray
     columns: IntArray
     back: Phasors
     ladder: Ladder
 
     def phasors(self, pairs: Phasors) -> Phasors:
         """Compute (tokens, pairs) phasors relative to the reference from (tokens, kv_heads, all pairs)."""
-        if self.heads.size == 1:
+        if len(self.back) == 1:
             with np.errstate(invalid="ignore", over="ignore"):
-                return np.take(pairs[:, self.heads[0]], self.columns, axis=1) * self.back[0]
-        mine = pairs if self.heads.size == pairs.shape[1] else pairs[:, self.heads]
-        return np.einsum("thp,hp->tp", np.take(mine, self.columns, axis=2), self.back)
+                return np.take(pairs[:, 0], self.columns, axis=1) * self.back[0]
+        return np.einsum("thp,hp->tp", np.take(pairs, self.columns, axis=2), self.back)
 
 
-def read_keys(keys: Any, rotary: Rotary, reference: Any, lengths: npt.ArrayLike | None) -> Keys:
-    """Check keys, lengths and reference; see ``read``."""
-    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
-    if rotary.kv_heads is not None:
-        raise UnsupportedError(f"rotary: got kv_heads {rotary.kv_heads}, want a layout of one head")
+def read_keys(keys: Any, rotary: Rotary, reference: Any) -> Keys:
+    """Check keys and reference; see ``read``."""
+    if not isinstance(rotary, Rotary):
+        raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a mmpos.rotary.Rotary")
+    for name in ("kv_heads", "head_axes"):
+        if getattr(rotary, name) is not None:
+            raise UnsupportedError(f"rotary: got {name} {getattr(rotary, name)}, want one layout for all heads")
     array = keys if hasattr(keys, "detach") else host_array("keys", keys)
     _check_floats("keys", array)
     shape = tuple(array.shape)
-    if len(shape) not in (3, 4) or shape[-1] != rotary.head_dim:
-        want = f"(tokens, kv_heads, {rotary.head_dim}) or (batch, tokens, kv_heads, {rotary.head_dim})"
+    if len(shape) != 3 or shape[-1] != rotary.head_dim:
+        want = f"(tokens, kv_heads, {rotary.head_dim}), without padding"
         raise InvalidInputError(f"keys: got shape {shape}, want {want}; transpose and unpage a cache first")
-    rows = array if len(shape) == 4 else array[None]
-    batch, tokens, kv_heads, _ = rows.shape
-    if not batch * tokens * kv_heads:
+    tokens, kv_heads, _ = shape
+    if not tokens * kv_heads:
         raise InvalidInputError(f"keys: got shape {shape}, want at least one token and one head")
-    if rotary.head_axes is not None and len(rotary.head_axes) != kv_heads:
-        raise InvalidInputError(f"keys: got {kv_heads} kv heads, want {len(rotary.head_axes)}, as in head_axes")
-    counts = np.full(batch, tokens) if lengths is None else int_array("lengths", lengths, (batch,))
-    if counts.min() < 0 or counts.max() > tokens or not counts.any():
-        want = f"0 to {tokens} tokens in each row, and at least one in total"
-        raise InvalidInputError(f"lengths: got {counts.tolist()}, want {want}")
-    checked = Keys(rows, counts, rotary, np.empty((0, 0), np.float32), None)
+    checked = Keys(array, rotary, np.empty((0, 0), np.float32), None)
     if reference is None or isinstance(reference, int | np.integer):
-        token = integer("reference", 0 if reference is None else reference, minimum=0, maximum=int(counts.sum()) - 1)
+        token = 0 if reference is None else int(reference)
+        if not 0 <= token < tokens:
+            raise InvalidInputError(f"reference: got {token}, want a token from 0 to {tokens - 1}")
         (key,) = checked.take(np.array([token]))
         checked, name = replace(checked, reference=key, token=token), f"reference: token {token}"
     else:

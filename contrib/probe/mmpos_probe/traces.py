@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.rotary.frequencies import Float64Array
-from mmpos.support.checks import IntArray
 from mmpos_probe.keys import ALIKE, Axis, Keys
-from mmpos_probe.ladder import Flags, Follower, Phasors
+from mmpos_probe.ladder import Follower, Phasors
+from mmpos_probe.words import Flags, Float64Array, IntArray
 
 RARE = 0.01
 """Fraction of tokens that may be exceptions, with ids between integers (if more have them, ids count as fractions) or

@@ -14,6 +14,7 @@ Flags = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
 
 
 def counted(count: int, noun: str) -> str:

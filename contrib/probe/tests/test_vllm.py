@@ -235,19 +235,6 @@ def test_sections_of_another_model_are_identified(plain: Engine, monkeypatch: py
     assert identification.cause == "12 pairs of 64 (first: 16) rotate by other axes: 0, 1 instead of 1, 2"
 
 
-def test_frequencies_in_two_blocks_instead_of_alternating_are_identified(
-    plain: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vllm-omni#1784: frequencies of rows and columns alternate in the model, but are in two blocks in vLLM."""
-    monkeypatch.setattr(plain.rope, "mrope_section", [0, 32, 32])
-    keys, _ = plain.serve(PROMPT, WIDE)
-    meant = Rotary(128, 1e6, axes=3, allocation=[1, 2] * 32)
-    identification = plain.identify(keys, [[Text(4), Grid(7, 11), Text(9)]], meant)
-    assert identification.cause == "pairs are allocated as 'sections', not as 'a vector'"
-    assert identification.rotary is not None
-    assert identification.rotary.pair_axis.tolist() == [1] * 32 + [2] * 32
-
-
 def test_a_delta_lost_before_decoding_is_identified(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT-LLM#15661: decoding gets no delta."""
     use_delta(monkeypatch, lambda deltas: 0)
@@ -313,23 +300,6 @@ def begin_prompts_at(monkeypatch: pytest.MonkeyPatch, computed: int | None) -> N
         own(self, rows, starts, lengths, torch.where(done < lengths, left, done))
 
     monkeypatch.setattr(RopeState, "prepare_positions", prepare_positions)
-
-
-def test_drafts_that_are_one_id_too_far_are_identified(drafting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vllm#54498: draft tokens do not continue after the token before them."""
-    own = RopeState.prepare_positions
-
-    def prepare_positions(self: RopeState, rows: Tensor, starts: Tensor, lengths: Tensor, done: Tensor) -> None:
-        own(self, rows, starts, lengths, done)
-        if done[rows[0]] >= lengths[rows[0]]:
-            self.positions[:, 1:4] += 1
-
-    monkeypatch.setattr(RopeState, "prepare_positions", prepare_positions)
-    keys, _ = drafting.serve(PROMPT, WIDE, tokens=12)
-    diagnosis = drafting.check(keys, [[Text(4), Grid(6, 9), Text(15)]])
-    assert diagnosis.token == 63  # the first draft; 62 is the generated token
-    assert diagnosis.cause == "3 runs of tokens have ids that are 1 too large; the tokens between them are right"
-    assert diagnosis.explained == diagnosis.different_tokens == 8
 
 
 def test_drafts_written_to_the_slots_of_their_ids_are_identified(

@@ -1,4 +1,4 @@
-"""Tools for studying schemes and other pipelines: diagnosis, fingerprints, probes, conformance, properties, plots."""
+"""Tools for studying schemes and other pipelines: diagnosis, fingerprints, conformance, properties, plots."""
 
 from mmpos.analysis import compare, conformance, diagnosis, fingerprint, plot
 

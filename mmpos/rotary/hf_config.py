@@ -110,16 +110,6 @@ def hf_pairing(config: object) -> str | None:
     return _pairing(fields) if _known(fields) or fields.own("rope_interleave") is not None else None
 
 
-def hf_layer_types(config: object) -> list[str]:
-    """Return the type of each layer of a config's language model; empty if the config has no layer_types.
-
-    Raises:
-        InvalidInputError: layer_types is not a list of names.
-    """
-    fields = _language_model(config, released=True)
-    return [] if fields.own("layer_types") is None else _layer_types(fields)
-
-
 def _known(fields: Fields) -> bool:
     """Return whether it is known how this model type rotates."""
     return "rope_theta" in fields.defaults

@@ -17,7 +17,6 @@ from test_data_storage import PHOTO, example
 from mmpos import InvalidInputError, SegmentTable, Text, place
 from mmpos.__main__ import main
 from mmpos.analysis.plot import plot_positions
-from mmpos.analysis.probe import write_checkpoint
 from mmpos.cli.report import save_ids
 from mmpos.data.formats.images import Images
 from mmpos.data.loader import BatchDataset
@@ -34,7 +33,6 @@ IDS = place(SegmentTable.from_documents([[Text(5000)]]))
     [
         lambda url: plot_positions(IDS, url),
         lambda url: save_ids(Path(url), IDS),
-        lambda url: write_checkpoint({}, url),
         lambda url: Images(base=url),
         lambda url: BatchDataset([], get_example, Batcher(1), quarantine=url),
     ],

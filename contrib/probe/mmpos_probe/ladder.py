@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property  # noqa: TID251  # no data loader forks while it probes
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.rotary.frequencies import Float32Array, Float64Array, UInt64Array
-from mmpos.support.cached import cached_property
-from mmpos.support.checks import IntArray
+from mmpos_probe.words import Flags, Float32Array, Float64Array, IntArray, UInt64Array
 
 Phasors = npt.NDArray[np.complex64]
-Flags = npt.NDArray[np.bool_]
 
 REACH = 2**18
 """Largest difference between ids that is searched, for ids within ±131,072."""

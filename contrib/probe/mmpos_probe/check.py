@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.analysis.diagnosis.deviation import Flags
-from mmpos.analysis.diagnosis.diagnosis import Diagnosis, diagnose, first_difference, fractions_of, segment_starts
-from mmpos.analysis.diagnosis.shapes import table_of_ids
-from mmpos.analysis.probe.confidence import Reading
+from mmpos import Diagnosis, PositionTable, Scheme, SegmentTable, diagnose, place
 from mmpos.errors import InvalidInputError
-from mmpos.positions.place import place
-from mmpos.positions.table import PositionTable
-from mmpos.positions.table_rows import FIRST_TOKEN
-from mmpos.rotary.frequencies import Float64Array
-from mmpos.schemes import Scheme
-from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import counted, host_array, instance, int_array
+from mmpos_probe.confidence import Reading
+from mmpos_probe.words import Float64Array, counted, host_array
 
 NEAR = 1e-9
 """Largest distance between ids that count as equal, since fractions are floats here."""
@@ -39,8 +32,8 @@ def check(
 
     A token whose key no id explains counts as different. Ids that are hidden only by noise or slow pairs are skipped,
     and the Diagnosis counts their tokens as ``unknown_tokens``. Its ``num_tokens`` counts the tokens whose ids are all
-    known or, if there is a difference, those with at least one known id. If ids are relative and another row or
-    document would begin below zero, the row of the reference token is taken to begin too late.
+    known or, if there is a difference, those with at least one known id. If ids are relative and another document
+    would begin below zero, the document of the reference token is taken to begin too late.
 
     Args:
         reading: a reading of all tokens of the documents, without padding.
@@ -52,59 +45,64 @@ def check(
     Raises:
         InvalidInputError: the numbers of tokens or axes differ, or the reading contains no known id.
     """
-    instance("reading", reading, Reading, "mmpos.analysis.probe.read")
     table = _table(documents, scheme, start, reading.axes)
-    documents = documents if isinstance(documents, SegmentTable) else table
+    segments = documents if isinstance(documents, SegmentTable) else None
     if (table.axes, table.num_tokens) != (reading.axes, reading.num_tokens):
         got = f"{reading.axes} axes and {counted(reading.num_tokens, 'token')}"
         raise InvalidInputError(f"reading: got {got}, want {table.axes} axes and {table.num_tokens}, as in documents")
-    known = _known(reading)
+    known = reading.known
+    if not known.any():
+        raise InvalidInputError(f"reading: got no known id, want at least one; {' '.join(reading.notes)}")
     want = table.dense(dtype=np.float64)
-    ids = np.where(known, reading.position_ids, 0) / reading.denominators
-    if reading.reference is not None:
-        ids += want[:, [reading.reference]]
-        ids += _late(reading, ids - want, want, table)
-    diagnosis = diagnose(np.where(known, ids, want), documents, scheme, start, tolerance=NEAR)
+    ids = _absolute(reading, want, table)
+    diagnosis = diagnose(np.where(known, ids, want), segments or table, scheme, start, tolerance=NEAR)
     differ = known & (np.abs(ids - want) > NEAR)
     wrong = differ.any(axis=0) | ~reading.explained
     unknown = int((~known.all(axis=0) & ~wrong).sum())
     if not wrong.any():
         return replace(diagnosis, num_tokens=reading.num_tokens - unknown, unknown_tokens=unknown)
-    first, document = int(wrong.argmax()), np.repeat(np.arange(table.num_documents), table.lengths)
-    cause = {"cause": diagnosis.cause, "remedy": diagnosis.remedy, "explained": diagnosis.explained}
+    count, first = int(wrong.sum()), int(wrong.argmax())
     if diagnosis.equal:
-        cause = {"cause": f"no id explains the keys of {counted(int(wrong.sum()), 'token')}", "remedy": OVERWRITTEN}
-    return first_difference(
-        table,
-        wrong,
-        document,
-        np.arange(table.num_tokens) - table.documents[FIRST_TOKEN, document],
+        cause = f"no id explains the keys of {counted(count, 'token')}"
+        diagnosis = replace(diagnosis, cause=cause, remedy=OVERWRITTEN, explained=count)
+    owner = np.repeat(np.arange(table.num_documents), table.lengths)
+    numerators, (denominator,) = table.slice(first, first + 1).rationals()
+    return replace(
+        diagnosis,
+        equal=False,
         num_tokens=int((known.any(axis=0) | wrong).sum()),
-        unknown_tokens=unknown,
-        what=table.describe(first, documents if isinstance(documents, SegmentTable) else None),
+        different_tokens=count,
+        different_documents=np.unique(owner[wrong]).size,
+        document=int(owner[first]),
+        token=first - int(table.cu_seqlens[owner[first]]),
+        what=table.describe(first, segments),
         axis=int((~known[:, first] | differ[:, first]).argmax()),
         got=tuple(np.where(known[:, first] & reading.explained[first], ids[:, first], np.nan).tolist()),
-        want=fractions_of(table, first),
-        segment_starts=segment_starts(documents),
-        **cause,
+        want=tuple(Fraction(int(numerator), int(denominator)) for (numerator,) in numerators),
+        unknown_tokens=unknown,
+        wrong=wrong,
+        owner=owner,
+        segment_starts=table.offset,
     )
 
 
+def _absolute(reading: Reading, want: Float64Array, table: PositionTable) -> Float64Array:
+    """Return the (axes, tokens) ids that were read, assuming that the reference token, if any, has its own."""
+    ids: Float64Array = np.where(reading.known, reading.position_ids, 0) / reading.denominators
+    if reading.reference is None:
+        return ids
+    ids += want[:, [reading.reference]]
+    return ids + _late(reading, ids - want, want, table)
+
+
 def _late(reading: Reading, off: Float64Array, want: Float64Array, table: PositionTable) -> float:
-    """Return by how much the reference's row must begin too late so that no row or document begins below zero."""
-    begins = np.unique(np.concatenate([reading.row_offsets[:-1], table.documents[FIRST_TOKEN]]))
+    """Return by how much the reference's document must begin too late so that no document begins below zero."""
+    begins = np.unique(table.cu_seqlens[:-1])
     begins = begins[begins < reading.num_tokens]
     axes = reading.known.any(axis=1)
     known, off, want = reading.known[axes][:, begins].all(axis=0), off[axes][:, begins], want[axes][:, begins]
     below = known & (off == off[:1]).all(axis=0) & (want >= 0).all(axis=0) & (want + off < 0).any(axis=0)
     return float(-off[0, below].min(initial=0))
-
-
-def _known(reading: Reading) -> Flags:
-    """Return whether each id is known, (axes, tokens); refuse a reading without known ids."""
-    if not reading.known.any():
-        raise InvalidInputError(f"reading: got no known id, want at least one; {' '.join(reading.notes)}")
-    return reading.known
 
 
 def _table(
@@ -121,8 +119,18 @@ def _table(
         raise InvalidInputError(f"{'start' if scheme is None else 'scheme'} requires a SegmentTable, got {got}")
     if isinstance(documents, PositionTable):
         return documents
-    array = host_array("documents", documents)
-    if array.ndim == 1:
-        array = np.tile(array, (axes, 1))
-    array = int_array("documents", array, (axes, None))
-    return table_of_ids(array, None, np.array([array.shape[1]]), "the ids passed to the engine")
+    ids = host_array("documents", documents)
+    if ids.ndim == 1:
+        ids = np.tile(ids, (axes, 1))
+    if ids.dtype.kind not in "iu" or ids.ndim != 2:
+        raise InvalidInputError(f"documents: got {ids.dtype} of shape {ids.shape}, want integers ({axes}, tokens)")
+    tokens = ids.shape[1]
+    begins = np.ones(tokens, np.bool_)
+    begins[1:] = (np.diff(ids.astype(np.int64)) != 1).any(axis=0)
+    (starts,) = begins.nonzero()  # text continues wherever all ids increase by 1
+    table = np.zeros((5 + 4 * len(ids), starts.size), np.int64)
+    table[0], table[3], table[[2, 4]] = starts, np.diff(starts, append=tokens), 1  # offset, width, height, denominator
+    table[5::4], table[8::4] = ids[:, starts], 1  # origin and step_col of each axis
+    none = np.iinfo(np.int64).min  # no next position and no delta
+    scheme = "the ids passed to the engine"
+    return PositionTable.from_arrays(table, [[0], [0], [none], [none]], tokens, fractional=False, scheme=scheme)

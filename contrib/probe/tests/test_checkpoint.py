@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from probe_configs import GEMMA3, GLM, QWEN
+from mmpos_probe import write_checkpoint
+from mmpos_probe.checkpoint import CACHES
+from mmpos_probe.command import app
+from typer.testing import CliRunner
 
-from mmpos.__main__ import main
-from mmpos.analysis.probe import transformers as keys_of
-from mmpos.analysis.probe import write_checkpoint
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+QWEN = {"image_token_id": 555, "video_token_id": 556, "vision_start_token_id": 552, "vision_end_token_id": 553}
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}}
 TEXT: dict[str, Any] = {
     "vocab_size": 600,
@@ -31,7 +32,6 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 301,
 }
 HALF = {"rope_parameters": {**SECTIONS["rope_parameters"], "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}}
-PAIRED = {"rope_parameters": {**SECTIONS["rope_parameters"], "mrope_section": [6, 6, 4]}}
 MODELS: Mapping[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": TEXT | SECTIONS, **QWEN},
     "qwen2_5_vl": {"text_config": TEXT | SECTIONS, **QWEN},
@@ -39,51 +39,12 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "qwen3_vl_moe": {"text_config": TEXT | SECTIONS, **QWEN},
     "qwen3_5": {"text_config": TEXT | HALF, **QWEN},
     "qwen3_5_moe": {"text_config": TEXT | HALF, **QWEN},
-    "glm4v": {"text_config": TEXT | HALF, **GLM},
-    "glm4v_moe": {"text_config": TEXT | HALF, **GLM},
-    "glm46v": {"text_config": {"model_type": "glm4v_text", **TEXT, **HALF}, **GLM},
-    "glm_ocr": {"text_config": TEXT | SECTIONS, **GLM},
-    "ernie4_5_vl_moe": {"text_config": TEXT | PAIRED, **GLM},
-    "paddleocr_vl": {"text_config": TEXT | SECTIONS, **QWEN},
-    "hunyuan_vl": {
-        "text_config": TEXT
-        | {"rope_parameters": {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [4] * 4}},
-        "image_token_id": 555,
-        "im_start_id": 553,
-        "im_end_id": 554,
-        "im_newline_id": 556,
-    },
-    "gemma3": {"text_config": TEXT, **GEMMA3},
-    "mistral3": {"text_config": {"model_type": "mistral", **TEXT}, "image_token_index": 500},
-    "llava": {"text_config": {"model_type": "llama", **TEXT}, "image_token_index": 500},
-    "llava_onevision": {
-        "text_config": {"model_type": "qwen2", **TEXT},
-        "vision_config": {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
-        "image_token_index": 555,
-        "video_token_index": 556,
-        "image_grid_pinpoints": [[56, 56], [56, 112]],
-    },
-    "internvl": {"text_config": {"model_type": "qwen2", **TEXT}, "image_token_id": 555},
-    "idefics3": {
-        "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {"image_size": 364, "patch_size": 14},
-        "image_token_id": 555,
-    },
-    "lfm2_vl": {
-        "text_config": {
-            "model_type": "lfm2",
-            "layer_types": ["conv", "full_attention"] * 2,
-            **TEXT,
-            "num_hidden_layers": 4,
-        },
-        "image_token_id": 555,
-    },
     "llama": TEXT,
     "qwen3": TEXT,
     "gemma2": TEXT,
     "phi3": {**TEXT, "pad_token_id": 302},
 }
-SHORT = ("qwen2_vl", "qwen3_vl", "qwen3_5", "paddleocr_vl", "mistral3", "gemma3", "llama")
+SHORT = ("qwen2_vl", "qwen3_vl", "qwen3_5", "llama")
 """The models of the fast tests."""
 
 
@@ -94,7 +55,7 @@ def config_of(model: str) -> dict[str, Any]:
 
 def loaded(folder: Path, model: str) -> tuple[Any, dict[str, Any]]:
     """Load a model from a checkpoint, and prepare the inputs of a prompt with an image."""
-    multimodal = "vision_config" in MODELS[model] or "text_config" in MODELS[model]
+    multimodal = "text_config" in MODELS[model]
     auto = transformers.AutoModelForMultimodalLM if multimodal else transformers.AutoModelForCausalLM
     network = auto.from_pretrained(folder).eval()
     chat = [
@@ -132,6 +93,14 @@ def test_every_token_has_one_hidden_state_in_every_layer(model: str, tmp_path: P
     assert float(vector.abs().min()) > 0
 
 
+def keys_of(network: Any, input_ids: Any) -> list[Any]:
+    """Return each layer's (tokens, kv_heads, head_dim) keys, as the model caches them."""
+    with torch.no_grad():
+        output = network(input_ids=input_ids, use_cache=True)
+    cache = next(output[name] for name in CACHES if name in output)
+    return [layer.keys[0].transpose(0, 1).numpy() for layer in cache.layers]
+
+
 @pytest.fixture(scope="module")
 def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(config_of("qwen3_vl"), tmp_path_factory.mktemp("probe"))
@@ -154,21 +123,24 @@ TWO = TEXT | {
 
 @pytest.mark.filterwarnings("ignore")
 def test_layers_with_different_rotations_are_judged_by_the_references_next_to_the_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     folder, dump = write_checkpoint(TWO, tmp_path / "probe"), tmp_path / "keys.npz"
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert (network.config.num_attention_heads, network.config.num_key_value_heads) == (4, 2)
     for factor in (network.model.rotary_emb.full_attention_attention_scaling, 1.0):
         network.model.rotary_emb.full_attention_attention_scaling = factor
-        np.savez(dump, *(layer.keys for layer in keys_of(network, {"input_ids": torch.arange(5, 45)[None]})))
-        code = main(["probe", "run", str(dump), "--config", str(folder), "--spec", "40", "--json"])
-        layers = json.loads(capsys.readouterr().out)["layers"]
+        np.savez(dump, *keys_of(network, torch.arange(5, 45)[None]))
+        result = CliRunner().invoke(app, ["run", str(dump), "--config", str(folder), "--spec", "40", "--json"])
+        layers = json.loads(result.output)["layers"]
         assert {name: layer["layer_type"] for name, layer in layers.items()} == {
             "arr_0": "sliding_attention",
             "arr_1": "full_attention",
         }
-        assert (code, [layer["equal"] for layer in layers.values()]) == (0 if factor > 1 else 3, [True, factor > 1])
+        assert (result.exit_code, [layer["equal"] for layer in layers.values()]) == (
+            0 if factor > 1 else 3,
+            [True, factor > 1],
+        )
         assert all(layer["factor_judged"] for layer in layers.values())
 
 
@@ -181,13 +153,13 @@ def test_unrotated_keys_are_written_next_to_the_config(name: str, tmp_path: Path
     config = transformers.CONFIG_MAPPING[name](**sizes | {"rope_parameters": rope}).to_dict()
     write_checkpoint(config, tmp_path)
     network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    layers = keys_of(network, {"input_ids": torch.arange(5, 25)[None]})
+    layers = keys_of(network, torch.arange(5, 25)[None])
     factor = network.model.rotary_emb.attention_scaling
     assert factor > 1.05
     with np.load(tmp_path / "reference.npz") as written:
         assert written.files == ["0", "1"]
-        for layer in layers:  # the first token has id 0
-            np.testing.assert_allclose(written[str(layer.layer)] * factor, layer.keys[0, 0], rtol=1e-5, atol=1e-6)
+        for number, keys in enumerate(layers):  # the first token has id 0
+            np.testing.assert_allclose(written[str(number)] * factor, keys[0], rtol=1e-5, atol=1e-6)
 
 
 def test_an_encoder_has_both_kinds_of_layers_and_more_layers_than_its_projector_has_parts(tmp_path: Path) -> None:
@@ -248,6 +220,11 @@ def test_weights_are_reproducible_and_the_generator_state_is_unchanged(tmp_path:
             UnsupportedError,
             "config.model_type: got 'dragon', want a model type of Transformers",
         ),
+        (
+            {"model_type": "gemma3"},
+            UnsupportedError,
+            "config.model_type: got 'gemma3', want a text model or one of qwen2_vl, qwen2_5_vl, qwen3_vl, ",
+        ),
         ({"model_type": "gpt2"}, UnsupportedError, "config.model_type: got 'gpt2' without rotary embedding"),
         (
             {"model_type": "qwen3_vl", **MODELS["qwen3_vl"], "image_token_id": 600},
@@ -265,7 +242,7 @@ def test_an_invalid_config_is_refused_and_nothing_is_written(
 
 
 def test_a_model_whose_hidden_states_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmpos.analysis.probe.checkpoint._project", lambda model, inputs: None)
+    monkeypatch.setattr("mmpos_probe.checkpoint._project", lambda model: None)
     with pytest.raises(
         UnsupportedError, match=r"^config.model_type 'qwen3_vl': the hidden state of token .* differs after its emb"
     ):
@@ -277,3 +254,34 @@ def test_a_nonempty_folder_is_refused_and_left_unchanged(tmp_path: Path) -> None
     with pytest.raises(InvalidInputError, match="which contains files, want a new or empty folder"):
         write_checkpoint(tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_writes_a_folder_that_engines_can_load(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 300, "head_dim": 16, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    output = tmp_path / "probe"
+    result = CliRunner().invoke(app, ["checkpoint", "--config", str(tmp_path / "config.json"), "-o", str(output)])
+    assert (result.exit_code, result.output) == (0, f"{output}\n")
+    files = {"chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert files | {"reference.npz", "tokenizer_config.json"} == {path.name for path in output.iterdir()}
+    assert json.loads((output / "config.json").read_text())["head_dim"] == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "config: got .*config.json \\(No such file or directory\\), want a config.json"),
+        ("{", "config: got .*config.json, which is not valid JSON .*"),
+    ],
+)
+def test_a_file_that_is_not_a_config_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        write_checkpoint(path, tmp_path / "probe")
+    with pytest.raises(
+        InvalidInputError, match=r"^folder: got 's3://bucket/x', want a path on this machine, not a URL$"
+    ):
+        write_checkpoint(path, "s3://bucket/x")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if find_spec("sglang") is None:
-    pytest.skip("SGLang is not installed; docs/probe-engines.md lists what was tested with it", allow_module_level=True)
+    pytest.skip("SGLang is not installed; README.md lists what was tested with it", allow_module_level=True)
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -26,8 +26,9 @@ with warnings.catch_warnings():
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from mmpos_probe import check, identify, read, write_checkpoint
+
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.analysis.probe import check, identify, read, write_checkpoint
 from mmpos.rotary import Rotary
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from mmpos_probe import check, identify, read
+from mmpos_probe.words import counted
 
-from mmpos import InvalidInputError, place
-from mmpos.analysis.probe import check, identify, read
-from mmpos.rotary import NTK, Linspace, Rotary, YaRN, apply_rotary
+from mmpos import place
+from mmpos.rotary import Rotary, YaRN
 from mmpos.segments import Grid, SegmentTable, Text
-from mmpos.support.checks import counted
 
 Floats = npt.NDArray[np.float64]
 PROMPT = SegmentTable.from_documents([[Text(12), Grid(3, 5), Text(93)]])
@@ -141,15 +139,6 @@ def test_a_few_ids_between_integers_are_reported_as_different(off: float, count:
     assert (diagnosis.token, diagnosis.different_tokens, diagnosis.unknown_tokens) == (700, count, 0)
 
 
-def test_the_id_of_a_key_that_no_id_explains_is_unknown() -> None:
-    """The key's phases fit the intended id, but it is longer than the other keys."""
-    rotary, ids = Rotary(64, axes=1), np.arange(120)[None]
-    keys = rotated(rotary, ids)
-    keys[61:69] *= 1.03
-    diagnosis = check(read(keys.astype(np.float32), rotary), ids)
-    assert "token 61, is token 61 of a run of text (segment 0): got unknown, want 61 in" in str(diagnosis)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), [*KINDS, ("text", "float8_e4m3fn"), ("rope-tie", "float16"), ("mrope", "float8_e5m2")]
 )
@@ -220,60 +209,11 @@ def test_an_integer_factor_is_identified(name: str, dtype: str) -> None:
             assert not identification.named
 
 
-def test_no_rotation_is_blamed_for_frames_too_far_apart() -> None:
-    rotary = Rotary(128, 5e6, allocation="mrope-interleaved")
-    ids = np.tile(np.arange(100), (3, 1))
-    frame = np.arange(64) // 8
-    video = 20 + np.stack([2 * frame, np.arange(64) // 4 % 2, np.arange(64) % 4])
-    ids[:, 20:84] = video
-    applied = ids.copy()
-    applied[0, 20:84] = 20 + np.floor(2.5 * frame)
-    identification = identify(rotated(rotary, applied).astype(np.float32), rotary, ids)
-    assert not identification.named
-    assert identification.first_wrong == 36
-
-
-def test_the_next_row_is_not_blamed_for_a_row_that_begins_too_late() -> None:
-    """The first row, which contains the reference, counts its padding, so the second row would begin at -5."""
-    rotary = Rotary(64, axes=1)
-    rows = np.concatenate([5 + np.arange(16), np.arange(16)])[None]
-    keys = rotated(rotary, rows).reshape(2, 16, 1, 64)
-    diagnosis = check(read(keys, rotary), np.tile(np.arange(16), 2))
-    assert (diagnosis.token, diagnosis.different_tokens, diagnosis.got) == (0, 16, (5.0,))
-    later = rotated(rotary, np.roll(rows, 16)).reshape(2, 16, 1, 64)
-    diagnosis = check(read(later, rotary), np.tile(np.arange(16), 2))
-    assert (diagnosis.token, diagnosis.different_tokens, diagnosis.got) == (16, 16, (5.0,))
-
-
-@pytest.mark.parametrize("pairing", ["adjacent", "half"])
-def test_heads_that_share_a_layout_are_read_as_one_long_head(pairing: Any) -> None:
-    axes = [-1, -1] + [0, 1, 2] * 10
-    rotary = Rotary(16, kv_heads=4, allocation=axes, axes_dim=[20] * 3, scaling=Linspace(math.pi / 2), pairing=pairing)
-    ids = torch.tensor([[0, 1, 2, 3, 5], [0, 1, 1, 2, 2], [0, 0, 7, -3, 1]])
-    key = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-    same = key.expand(5, 4, 16).contiguous()
-    keys = apply_rotary(same, None, ids, rotary)[0].numpy()
-    for reference in (0, key.numpy()):
-        assert read(keys, rotary, reference=reference).position_ids.tolist() == ids.tolist()
-    quarters = ids.double() / 4
-    assert identify(apply_rotary(same, None, quarters, rotary)[0].numpy(), rotary, quarters.numpy()).as_meant
-    first_head = Rotary(16, allocation=axes[:8], inv_freq=rotary.inv_freq_array[0].tolist(), pairing=pairing)
-    identification = identify(apply_rotary(same, None, ids, first_head)[0].numpy(), rotary, ids.numpy())
-    assert not identification.named
-    swapped = apply_rotary(same, None, ids.flip(0), rotary)[0].numpy()
-    assert "rotate by (col, row, frame)" in identify(swapped, rotary, ids.numpy()).cause
-    with pytest.raises(InvalidInputError, match=r"^keys: got shape \(5, 2, 16\), want \(…, 4, 16\)"):
-        read(keys[:, :2], rotary)
-
-
-def test_wrong_scalings_of_axes_are_identified() -> None:
-    rotary = Rotary(32, axes=3, allocation="axial", axes_dim=[8, 12, 12], scaling=[NTK(2), NTK(3), None])
-    ids = torch.tensor([[0, 30, 200, 3, 5], [0, 100, 10, 29, 250], [0, 40, 7, 300, 11]])
-    same = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).expand(5, 1, 32).contiguous()
-    for scaling, cause in (
-        ([NTK(2), None, None], "the scaling 'ntk' of axis 1 is missing"),
-        (None, "the scalings of all axes are missing"),
-        (NTK(3), "all axes have the scaling of axis 1, 'ntk'"),
-    ):
-        keys = apply_rotary(same, None, ids, replace(rotary, scaling=scaling))[0]
-        assert identify(keys.numpy(), rotary, ids.numpy()).cause == cause
+def test_the_next_document_is_not_blamed_for_a_document_that_begins_too_late() -> None:
+    """The first document, which contains the reference, counts padding, so the second would begin at -5."""
+    rotary, documents = Rotary(64, axes=2), SegmentTable.from_documents([[Text(16)], [Text(16)]])
+    ids = np.tile(np.concatenate([5 + np.arange(16), np.arange(16)]), (2, 1))
+    for applied, first in ((ids, 0), (np.roll(ids, 16, axis=1), 16)):
+        diagnosis = check(read(rotated(rotary, applied), rotary), documents)
+        assert (diagnosis.document, diagnosis.token, diagnosis.different_tokens) == (first // 16, 0, 16)
+        assert diagnosis.got == (5.0, 5.0)

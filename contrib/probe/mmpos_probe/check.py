@@ -63,8 +63,7 @@ def check(
         return replace(diagnosis, num_tokens=reading.num_tokens - unknown, unknown_tokens=unknown)
     count, first = int(wrong.sum()), int(wrong.argmax())
     if diagnosis.equal:
-        cause = f"no id explains the keys of {counted(count, 'token')}"
-        diagnosis = replace(diagnosis, cause=cause, remedy=OVERWRITTEN, explained=count)
+        diagnosis = _unexplained(diagnosis, count)
     owner = np.repeat(np.arange(table.num_documents), table.lengths)
     numerators, (denominator,) = table.slice(first, first + 1).rationals()
     return replace(
@@ -84,6 +83,12 @@ def check(
         owner=owner,
         segment_starts=table.offset,
     )
+
+
+def _unexplained(diagnosis: Diagnosis, count: int) -> Diagnosis:
+    """Give a diagnosis the cause that no id explains the keys of this many tokens."""
+    cause = f"no id explains the keys of {counted(count, 'token')}"
+    return replace(diagnosis, cause=cause, remedy=OVERWRITTEN, explained=count)
 
 
 def _absolute(reading: Reading, want: Float64Array, table: PositionTable) -> Float64Array:

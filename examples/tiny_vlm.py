@@ -26,7 +26,7 @@ from mmpos.rotary import Rotary
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{% for block in message.content %}"
     "{% if block.type == 'image' %}[PATCH]{% elif message.role == 'user' %}{{ block.text }}"
-    "{% else %}{% generation %}{{ block.text }}<|end|>{% endgeneration %}{% endif %}"
+    "{% else %}{{ block.text }}<|end|>{% endif %}"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 IGNORED = -100
@@ -131,21 +131,20 @@ class TinyVLM(nn.Module):
 
 def ask(processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Any:
     """Build a batch of questions about photos."""
-    questions = [chat(shown, see=see) for shown in chats]
-    return processor(text=questions, add_generation_prompt=True, padding=True, return_tensors="pt")
+    return batch_of(processor, [chat(shown, see=see) for shown in chats], add_generation_prompt=True)
+
+
+def batch_of(processor: MMPosProcessor, chats: list[Any], **options: Any) -> Any:
+    """Render chats with the template and convert them to a padded batch."""
+    call = {"padding": True, "return_tensors": "pt"}
+    return processor.apply_chat_template(chats, tokenize=True, return_dict=True, processor_kwargs=call, **options)
 
 
 def nats(model: TinyVLM, processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Tensor:
     """Compute the mean loss of an answer over chats, in nats, with or without the photos."""
-    batch = processor.apply_chat_template(
-        [chat(shown, see=see, answered=True) for shown in chats],
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        return_tensors="pt",
-        processor_kwargs={"padding": True},
-    )
-    learned = batch["assistant_masks"] == 1
+    batch = batch_of(processor, [chat(shown, see=see, answered=True) for shown in chats])
+    role = batch["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|assistant|>")
+    learned = role.cumsum(1) > role.long()  # the tokens after <|assistant|>, since rows are padded on the left
     per_token: Tensor = model(batch, batch["input_ids"].where(learned, IGNORED)).loss
     return per_token * learned.sum() / len(chats)
 

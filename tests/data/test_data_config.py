@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from qwen_processors import both, config_of
+from qwen_processors import config_of, processor_of
 from tiny_models import tiny_config
 
 from mmpos.__main__ import main
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("chat.jsonl").write_text(json.dumps({"messages": CHAT}))
     config_of("qwen2_vl").save_pretrained("model")
-    both("qwen2_vl")[1].save_pretrained("model")
+    processor_of("qwen2_vl").save_pretrained("model")
     return Path("model")
 
 
@@ -41,7 +41,7 @@ def test_preprocessing_with_a_model_folder_matches_the_model_processor(
 ) -> None:
     assert run(capsys, "--image-option", "backend=pillow").startswith("1/1 shard ")
     (example,) = SequenceShard("out/chat.parquet").examples()
-    processor = both("qwen2_vl")[1]
+    processor = processor_of("qwen2_vl")
     text = processor.apply_chat_template(CHAT, tokenize=False)
     want: Any = processor(
         text=[text], images=[Image.open(PHOTOS / "coffee.jpg")], add_special_tokens=False, return_tensors="np"
@@ -83,7 +83,7 @@ def test_errors_name_an_unreadable_file(
 
 def test_a_text_model_accepts_only_text(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    both("qwen2_vl")[1].tokenizer.save_pretrained("model")
+    processor_of("qwen2_vl").tokenizer.save_pretrained("model")
     tiny_config("llama").save_pretrained("model")
     Path("chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What is this?"}]}))
     assert run(capsys).startswith("1/1 shard ")

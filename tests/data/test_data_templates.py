@@ -79,7 +79,7 @@ def test_labels_cover_answers_and_the_text_that_ends_them() -> None:
 
 def test_tokens_match_those_from_the_processor() -> None:
     draw = random.Random(0)
-    own, processor = builder(), MMPosProcessor(tokenizer(), IMAGES, markers=MARKERS, add_markers=False)
+    own, processor = builder(), MMPosProcessor(tokenizer(), IMAGES, markers=Markers(None, None, PATCH))
     preprocess = Preprocess(Chat(), own)
     for _ in range(30):
         chat = []
@@ -89,7 +89,8 @@ def test_tokens_match_those_from_the_processor() -> None:
             )
             chat.append(turn("assistant", "it") if number % 2 else turn("user", *content))
         example = preprocess({"messages": chat}, HERE)
-        batch = processor(text=chat)
+        options: dict[str, Any] = {"processor_kwargs": {"add_special_tokens": False}}
+        batch: Any = processor.apply_chat_template(chat, tokenize=True, return_dict=True, **options)
         assert [example.sequence.input_ids.tolist()] == batch["input_ids"]
         if "patches" in batch:
             np.testing.assert_array_equal(example.sequence.patches, batch["patches"])

@@ -279,8 +279,8 @@ def like_glm_image(random: Random, model: str) -> Request:
         ids = kind.get_rope_index(stand_in, **arguments)
         return ids, stand_in._cached_decode_position_ids
 
-    settings_arguments: dict[str, Any] = {"input_ids": ids, "image_grid_thw": grids or None, "attention_mask": mask}
-    settings_arguments["images_per_sample"] = counts
+    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "images_per_sample": counts}
+    settings_arguments["image_grid_thw"] = grids or None
     return Request(None, theirs, arguments, settings_arguments, settings)
 
 

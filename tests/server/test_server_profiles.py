@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from chat_tokenizer import QWENS, chat_tokenizer
-from qwen_processors import NAMES, both, config_of
+from qwen_processors import NAMES, config_of, processor_of
 from tolerance import assert_within, normalised
 
 from mmpos.errors import InvalidInputError
@@ -68,7 +68,7 @@ def test_sequences_of_a_model_folder_profile_match_the_model_processor(
     tmp_path: Path, model: str, scheme: Scheme
 ) -> None:
     config_of(model).save_pretrained(tmp_path / "model")
-    theirs = both(model)[1]
+    theirs = processor_of(model)
     theirs.save_pretrained(tmp_path / "model")
     builder = profile(tmp_path, '[profiles.a]\nmodel = "model"\nimages = { backend = "torchvision" }\n').builder
     photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)

@@ -37,8 +37,6 @@ class ModelType:
         video_markers: config fields with the token ids around a video, if videos use the same placeholders as images.
         timed: whether frames are placed by time in seconds, at vision_config.tokens_per_second.
         frames_apart: whether every frame of a video is a separate grid.
-        timestamps: whether the text before each frame is its time, as in Qwen3-VL.
-        videos_as_images: whether preprocessor_config.json also applies to videos if there is no separate file for them.
         merges_frames: whether vision_config.temporal_merge_size frames of a video become one.
         row_markers: names of the token after each row except the last and of the token after the last row, if the
             encoder is Pixtral's; such images have no markers around them.
@@ -60,8 +58,6 @@ class ModelType:
     video_markers: tuple[str, str] | None = None
     timed: bool = False
     frames_apart: bool = False
-    timestamps: bool = False
-    videos_as_images: bool = False
     merges_frames: bool = False
     row_markers: tuple[str, str] | None = None
     opening: str | None = None
@@ -94,7 +90,7 @@ def _flat(note: str = "", text: str = "", **fields: Any) -> ModelType:
     return ModelType("flatten", note, text=_names(text), **fields)
 
 
-_TIMESTAMPS = _frames_apart(_TIMES, timestamps=True, videos_as_images=True)
+_TIMESTAMPS = _frames_apart(_TIMES)
 _GLM = ModelType(
     "mrope-qwen3",
     "video frames use the placeholders of images, between video markers",
@@ -112,7 +108,6 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
             "text after a video: see engine",
             "mrope",
             markers=_VISION,
-            videos_as_images=True,
         ),
         "qwen2_5_vl": ModelType(
             "mrope-transformers",
@@ -120,7 +115,6 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
             "mrope-qwen2.5",
             markers=_VISION,
             timed=True,
-            videos_as_images=True,
         ),
         "qwen3_vl qwen3_vl_moe": _TIMESTAMPS,
         "qwen3_5 qwen3_5_moe": replace(_TIMESTAMPS, note=_QWEN35),

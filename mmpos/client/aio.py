@@ -147,7 +147,7 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q], name: str) -> AsyncIterator[T]:
         if not isinstance(items, Iterable | AsyncIterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
-        unanswered = Unanswered(stream, self._options, self._destination.attempts, self._reach)
+        unanswered = Unanswered(stream, self._options.timeout, self._destination.attempts, self._reach)
         return task_results(unanswered, items, lambda: self._link(stream.method), self._options.timeout)
 
     def _link(self, method: Rpc[Answer]) -> TaskLink:

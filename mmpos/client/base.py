@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmpos.client.channel import ProcessChannels, Reach, channel_options, target, traced
-from mmpos.client.options import CallOptions, Destination, Metadata
+from mmpos.client.options import CallOptions, Destination, Pair
 
 if TYPE_CHECKING:
     from typing import Self
@@ -44,8 +44,6 @@ class BaseClient(Generic[C]):
         tls: certificates; None disables TLS.
         token: bearer token sent with every call, or the path of a file that holds only the token and is reread when it
             changes. Without tls, a token is sent only to servers on this machine.
-        metadata: (name, value) pairs sent with every call.
-        window: maximum number of unanswered requests in a stream.
 
     Raises:
         InvalidInputError: an argument is of the wrong type or out of range.
@@ -60,30 +58,18 @@ class BaseClient(Generic[C]):
         attempts: int = 4,
         tls: Tls | None = None,
         token: str | os.PathLike[str] | None = None,
-        metadata: Sequence[tuple[str, str | bytes]] = (),
-        window: int = 8,
     ) -> None:
         destination = Destination.checked(addresses, attempts, tls, token)
-        options = CallOptions(profile, timeout, metadata, window)
-        destination.check_metadata(options)
-        self.__setstate__((destination, options))
+        self.__setstate__((destination, CallOptions(profile, timeout)))
 
-    def with_options(
-        self,
-        *,
-        profile: str | None = _KEEP,
-        timeout: float = _KEEP,
-        metadata: Sequence[tuple[str, str | bytes]] = _KEEP,
-        window: int = _KEEP,
-    ) -> Self:
+    def with_options(self, *, profile: str | None = _KEEP, timeout: float = _KEEP) -> Self:
         """Return a client with other options on the same channel; closing either client closes the channel for both.
 
         Raises:
             InvalidInputError: an option is of the wrong type or out of range.
         """
-        changes: dict[str, Any] = {"profile": profile, "timeout": timeout, "metadata": metadata, "window": window}
+        changes: dict[str, Any] = {"profile": profile, "timeout": timeout}
         options = replace(self._options, **{name: value for name, value in changes.items() if value is not _KEEP})
-        self._destination.check_metadata(options)
         client = type(self).__new__(type(self))
         vars(client).update(vars(self), _options=options)
         return client
@@ -95,8 +81,8 @@ class BaseClient(Generic[C]):
             return insecure(address, options=options)
         return secure(address, destination.tls.credentials(), options=options)
 
-    def _metadata(self) -> Metadata:
-        return traced(self._destination.metadata(self._options))
+    def _metadata(self) -> tuple[Pair, ...]:
+        return traced(self._destination.metadata())
 
     def __getstate__(self) -> tuple[Destination, CallOptions]:
         return self._destination, self._options

@@ -579,19 +579,11 @@ def info(profile: str | None) -> ServiceCall[ServerInfo]:
     return ServiceCall(GET_INFO, lambda request, beside: get_info)
 
 
-def healthy(profile: str | None, service: str = "") -> ServiceCall[bool]:
-    """Return whether the server reports that it is serving; False if no server answers.
-
-    Args:
-        service: full name of a service, such as "mmpos.rpc.v1.PositionService"; empty for the whole server.
-    """
+def healthy(profile: str | None) -> ServiceCall[bool]:
+    """Return whether the server reports that it is serving; False if no server answers."""
     from grpc_health.v1 import health_pb2 as health
 
-    if not isinstance(service, str):
-        raise InvalidInputError(f"service: got {service!r}, want a name")
-
     def put(request: health.HealthCheckRequest, beside: Beside) -> Read[bool]:
-        request.service = service
         serving = health.HealthCheckResponse.SERVING
         return lambda response: bool(response.status == serving)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
-from mmpos.client.options import Metadata, host_and_port
+from mmpos.client.options import Pair, host_and_port
 from mmpos.errors import MmposError, ServiceError, ServiceOverloadedError, ServiceUnavailableError, UnsupportedError
 from mmpos.rpc.errors import RETRY_AFTER, from_status
 
@@ -335,7 +335,7 @@ class Patience:
         return pause if self._reach.waits(error) and self.left > pause else None
 
 
-def traced(metadata: Metadata) -> Metadata:
+def traced(metadata: tuple[Pair, ...]) -> tuple[Pair, ...]:
     """Add the trace context of the current OpenTelemetry span, if there is one, to the metadata of a call.
 
     The keys are defined by W3C Trace Context, unless the process or OTEL_PROPAGATORS sets other propagators.

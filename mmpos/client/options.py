@@ -1,4 +1,4 @@
-"""Settings of a client: addresses, TLS certificates, token, metadata and timeout; frozen, checked and picklable."""
+"""Settings of a client: addresses, TLS certificates, token and timeout; frozen, checked and picklable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.errors import AUTHORIZATION, TOKEN_CHARACTERS, file_version, is_loopback, is_token, put_token
+from mmpos.rpc.errors import TOKEN_CHARACTERS, file_version, is_loopback, is_token, put_token
 from mmpos.support.checks import integer
 
 if TYPE_CHECKING:
@@ -154,10 +154,7 @@ MAX_ATTEMPTS = 5
 """Maximum number of attempts that gRPC allows in any configuration."""
 
 _HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
-_KEY = re.compile(r"[0-9a-z_.-]+")
 _DNS = re.compile(r"dns:(//[^/]*/)?")
-
-Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 @dataclass(frozen=True)
@@ -198,24 +195,13 @@ class Destination:
         attempts = integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS)
         return cls(tuple(addresses), attempts, tls, checked_token)
 
-    def metadata(self, options: CallOptions) -> Metadata:
+    def metadata(self) -> tuple[Pair, ...]:
         """Return the metadata for a call that begins now.
 
         Raises:
             InvalidInputError: the token cannot be read.
         """
-        return (*options.metadata, *(() if self.token is None else (self.token.pair(),)))
-
-    def check_metadata(self, options: CallOptions) -> None:
-        """Refuse metadata with a second token.
-
-        Raises:
-            InvalidInputError: the metadata contains a credential.
-        """
-        if self.token is not None:
-            for i, (key, _) in enumerate(options.metadata):
-                if key == AUTHORIZATION:
-                    raise InvalidInputError(f"metadata[{i}]: {key!r} cannot be combined with a token")
+        return () if self.token is None else (self.token.pair(),)
 
 
 @dataclass(frozen=True)
@@ -228,8 +214,6 @@ class CallOptions:
 
     profile: str | None
     timeout: float
-    metadata: Sequence[tuple[str, str | bytes]]
-    window: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.profile, str | None):
@@ -239,8 +223,6 @@ class CallOptions:
         if not (is_number and math.isfinite(number) and number > 0):
             raise InvalidInputError(f"timeout: got {number!r}, want seconds above 0")
         object.__setattr__(self, "timeout", float(number))
-        object.__setattr__(self, "metadata", _metadata(self.metadata))
-        object.__setattr__(self, "window", integer("window", self.window, minimum=1))
 
 
 class HostPort(NamedTuple):
@@ -272,23 +254,3 @@ def _check_clear(addresses: Sequence[str]) -> None:
         is_local = server is not None and is_loopback(server.host)
         if not is_local and not address.startswith(("unix:", "unix-abstract:")):
             raise InvalidInputError(f"token requires tls for {address!r} (addresses[{i}]); others could read the token")
-
-
-def _metadata(metadata: object) -> Metadata:
-    if not isinstance(metadata, list | tuple):
-        raise InvalidInputError(f"metadata: got {type(metadata).__name__}, want a list of (name, value) pairs")
-    for i, pair in enumerate(metadata):
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InvalidInputError(f"metadata[{i}]: got {pair!r}, want a (name, value) pair")
-        key, value = pair
-        if not isinstance(key, str) or not _KEY.fullmatch(key) or key.startswith("grpc-"):
-            raise InvalidInputError(f"metadata[{i}]: got name {key!r}, want a-z, 0-9, '_', '-', '.', not 'grpc-…'")
-        fits = isinstance(value, bytes) if key.endswith("-bin") else _is_ascii(value)
-        if not fits:
-            want = "bytes" if key.endswith("-bin") else "printable ASCII text"
-            raise InvalidInputError(f"metadata[{i}]: got value {value!r} of {key!r}, want {want}")
-    return tuple((key, value) for key, value in metadata)
-
-
-def _is_ascii(value: object) -> bool:
-    return isinstance(value, str) and value.isascii() and value.isprintable()

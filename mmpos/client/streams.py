@@ -18,7 +18,7 @@ import grpc
 from mmpos.client import calls
 from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, BuildSettings, Built, Errors, Prepared, Rpc, ServiceCall
 from mmpos.client.channel import BACKOFF_FACTOR, FIRST_BACKOFF, MAX_BACKOFF, UntrustedError, closed, error_of
-from mmpos.client.options import CallOptions, Metadata
+from mmpos.client.options import Pair
 from mmpos.errors import (
     MmposError,
     ServiceError,
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 Q = TypeVar("Q")
 T = TypeVar("T")
+
+WINDOW = 8
+"""Maximum number of unanswered requests in a stream."""
 
 Answer = positions_pb2.StreamPlaceResponse | sequences_pb2.StreamBuildResponse
 """Answer to one item of a stream."""
@@ -91,18 +94,18 @@ class _Entry(Generic[Q, T]):
 
 
 class Unanswered(Generic[Q, T]):
-    """Unanswered items of a stream in order, up to a maximum number.
+    """Unanswered items of a stream in order, at most WINDOW.
 
     Args:
         stream: the stream that the items belong to.
-        options: the client's options: maximum number of items, and seconds that an answer may take.
+        timeout: seconds that an answer may take.
         attempts: maximum number of consecutive streams that break without an answer.
         reach: whether the servers have ever answered; an answer may take longer if the server has disappeared.
     """
 
-    def __init__(self, stream: Stream[Q, T], options: CallOptions, attempts: int, reach: Reach) -> None:
-        self._stream, self._size, self._attempts = stream, options.window, attempts
-        self._timeout, self._reach, self._patience = options.timeout, reach, reach.patience(options.timeout)
+    def __init__(self, stream: Stream[Q, T], timeout: float, attempts: int, reach: Reach) -> None:
+        self._stream, self._attempts = stream, attempts
+        self._timeout, self._reach, self._patience = timeout, reach, reach.patience(timeout)
         self._entries: deque[_Entry[Q, T]] = deque()
         self._next = self._broken = 0
 
@@ -112,7 +115,7 @@ class Unanswered(Generic[Q, T]):
     @property
     def full(self) -> bool:
         """Whether no more items may be added."""
-        return len(self._entries) >= self._size
+        return len(self._entries) >= WINDOW
 
     @property
     def refused(self) -> bool:
@@ -189,7 +192,7 @@ _END: Any = object()
 class ThreadLink:
     """An open stream that its own threads write and read, so that neither direction blocks the other."""
 
-    def __init__(self, opened: grpc.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
+    def __init__(self, opened: grpc.StreamStreamMultiCallable[bytes, Answer], metadata: tuple[Pair, ...]) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         self._answers: SimpleQueue[Answer | MmposError | None] = SimpleQueue()
         self._call = opened(iter(self._requests.get, None), metadata=metadata)
@@ -281,7 +284,7 @@ def thread_results(
 class TaskLink:
     """An open stream in an event loop: a gRPC task writes requests, and one read is always pending."""
 
-    def __init__(self, opened: grpc.aio.StreamStreamMultiCallable[bytes, Answer], metadata: Metadata) -> None:
+    def __init__(self, opened: grpc.aio.StreamStreamMultiCallable[bytes, Answer], metadata: tuple[Pair, ...]) -> None:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._heard, self._pause = asyncio.Event(), 0.0
         self._call = opened(self._written(), metadata=metadata)

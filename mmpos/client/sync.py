@@ -148,7 +148,7 @@ class Client(BaseClient[grpc.Channel]):
     def _stream(self, stream: Stream[Q, T], items: Iterable[Q], name: str) -> Iterator[T]:
         if not isinstance(items, Iterable):
             raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
-        unanswered = Unanswered(stream, self._options, self._destination.attempts, self._reach)
+        unanswered = Unanswered(stream, self._options.timeout, self._destination.attempts, self._reach)
         return thread_results(unanswered, iter(items), lambda: self._link(stream.method), self._options.timeout)
 
     def _link(self, method: Rpc[Answer]) -> ThreadLink:

@@ -254,27 +254,6 @@ def _rows(name: str, data: bytes, rows: int) -> IntArray:
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(rows, -1)
 
 
-def put_source(
-    message: pb.PositionsQuery, source: SegmentTable | Spans | InputIds, beside: Beside | None = None
-) -> None:
-    """Fill the source of a query; see ``put_tensor`` for beside."""
-    if isinstance(source, SegmentTable):
-        message.segments.SetInParent()
-        put_segments(message.segments, source)
-    elif isinstance(source, Spans):
-        _put_spans(message.spans, source)
-    else:
-        _put_input_ids(message.input_ids, source, beside)
-
-
-def get_source(name: str, message: pb.PositionsQuery, beside: Beside | None = None) -> SegmentTable | Spans | InputIds:
-    """Read the source of a query; see ``get_tensor`` for beside."""
-    source = chosen(path(name, "source"), message, "source")
-    if source == "input_ids":
-        return _get_input_ids(message.input_ids, beside)
-    return _get_spans(message.spans) if source == "spans" else get_segments("", message.segments)
-
-
 def _put_spans(message: pb.Spans, spans: Spans) -> None:
     put_integers(message.lengths, int_array("lengths", spans.lengths, (None,)))
     put_integers(message.offsets, int_array("offsets", spans.offsets, (None,)))
@@ -385,7 +364,13 @@ def put_query(
     message: pb.PositionsQuery, query: PositionsQuery, profile: str | None = None, beside: Beside | None = None
 ) -> None:
     """Fill a message with a query; see ``put_tensor`` for beside."""
-    put_source(message, query.source, beside)
+    if isinstance(query.source, SegmentTable):
+        message.segments.SetInParent()
+        put_segments(message.segments, query.source)
+    elif isinstance(query.source, Spans):
+        _put_spans(message.spans, query.source)
+    else:
+        _put_input_ids(message.input_ids, query.source, beside)
     if profile is not None:
         message.profile = profile
     if query.scheme is not None:
@@ -409,13 +394,18 @@ def get_query(name: str, message: pb.PositionsQuery, beside: Beside | None = Non
         InvalidInputError: a field is missing, unknown or wrong; the message names it.
         UnsupportedError: a field has an unsupported value; the message names it.
     """
-    dense = optional(message, "dense")
+    kind, dense = chosen(path(name, "source"), message, "source"), optional(message, "dense")
+    source: SegmentTable | Spans | InputIds
+    if kind == "input_ids":
+        source = _get_input_ids(message.input_ids, beside)
+    else:
+        source = _get_spans(message.spans) if kind == "spans" else get_segments("", message.segments)
     return PositionsQuery(
-        source=get_source(name, message, beside),
+        source=source,
         scheme=get_scheme(path(name, "scheme"), message.scheme) if message.HasField("scheme") else None,
         start=_one_or_each(name, message, "start", 0),
         strict=optional(message, "strict"),
-        views=[get_view(path(name, f"views[{i}]"), view) for i, view in enumerate(message.views)],
+        views=[_get_view(path(name, f"views[{i}]"), view) for i, view in enumerate(message.views)],
         dense=None if dense is None else _get_dense(path(name, "dense"), dense),
     )
 
@@ -464,7 +454,7 @@ def _put_view(message: pb.View, view: View) -> None:
             _put_one_or_each(message.pad, "length", view.length)
 
 
-def get_view(name: str, message: pb.View) -> View:
+def _get_view(name: str, message: pb.View) -> View:
     """Read the view from a message."""
     kind = chosen(name, message, "view")
     inner = getattr(message, kind)

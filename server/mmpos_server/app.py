@@ -62,12 +62,10 @@ class Server:
         listen: addresses to listen on, TLS and tokens.
         logs: log of the server; with None, only errors are written.
         tracing: source of OpenTelemetry spans; None disables tracing.
-        methods: function that returns the methods for these profiles, limits and shared memory; None serves every
-            service of mmpos.
+        methods: function that returns the methods for these profiles and limits; None serves every service of mmpos.
 
     Raises:
-        InvalidInputError: a profile or the token file is wrong (the message names the file and the field or line), or
-            shared memory is enabled on a server that other machines can reach.
+        InvalidInputError: a profile or the token file is wrong; the message names the file and the field or line.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def streams(address: str, done: threading.Event) -> Iterator[None]:
         while not done.is_set():
             yield PositionsQuery(SEGMENTS)
 
-    with Client(address, timeout=120, window=2) as client:
+    with Client(address, timeout=120) as client:
         for _ in client.stream(queries()):
             yield
 

@@ -38,8 +38,11 @@ def numbered(count: int) -> list[PositionsQuery]:
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_a_stream_yields_the_same_results_as_the_calls_in_order(kind: str, window: int, server: str) -> None:
-    with open_client(kind, server, window=window) as client:
+def test_a_stream_yields_the_same_results_as_the_calls_in_order(
+    kind: str, window: int, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "WINDOW", window)
+    with open_client(kind, server) as client:
         assert_equal(list(client.stream(iter(numbered(20)))), [query.run() for query in numbered(20)])
         assert list(client.stream([])) == []
         batches: list[list[list[Any]]] = [[["a"], ["b", Grid(1, 2)]], [["c"]], []]
@@ -75,7 +78,10 @@ def test_errors_are_yielded_in_order_or_end_the_stream(kind: str, server: str) -
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_source_is_read_no_further_ahead_than_the_window(kind: str, window: int, server: str) -> None:
+def test_a_source_is_read_no_further_ahead_than_the_window(
+    kind: str, window: int, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "WINDOW", window)
     consumed = 0
 
     def source() -> Iterator[PositionsQuery]:
@@ -84,7 +90,7 @@ def test_a_source_is_read_no_further_ahead_than_the_window(kind: str, window: in
             consumed += 1
             yield query
 
-    with open_client(kind, server, window=window) as client:
+    with open_client(kind, server) as client:
         ahead = [consumed - i for i, _ in enumerate(client.stream(source()))]
     assert len(ahead) == 30
     assert max(ahead) <= window
@@ -132,7 +138,7 @@ def test_an_error_in_the_source_is_raised_to_the_caller(kind: str, server: str) 
         yield from numbered(1)
         raise KeyError("mine")
 
-    with open_client(kind, server, window=1) as client, pytest.raises(KeyError, match="mine"):
+    with open_client(kind, server) as client, pytest.raises(KeyError, match="mine"):
         list(client.stream(broken()))
 
 
@@ -169,7 +175,9 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
-def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(kind: str, links: list[Any]) -> None:
+def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(
+    kind: str, links: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> bool:
         return all(thread.name != "mmpos-stream" for thread in threading.enumerate())
 
@@ -190,7 +198,8 @@ def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(kind: str, 
         context.abort(*UNAVAILABLE[:2])
 
     source = slowly() if kind == "sync" else slowly_awaited()
-    with serving(Fake(stream=ending)) as address, open_client(kind, address, attempts=1, window=1) as client:
+    monkeypatch.setattr(streams, "WINDOW", 1)
+    with serving(Fake(stream=ending)) as address, open_client(kind, address, attempts=1) as client:
         assert_equal(list(client.stream(source)), [query.run() for query in numbered(3)])
 
 

@@ -76,11 +76,6 @@ def test_a_malformed_token_is_refused_without_being_quoted() -> None:
     for wrong in ("", "secret secret", "secret\n", "secretß", "=secret"):
         assert mistake(Client, token=wrong) == f"token must consist of {want}"
     assert mistake(Client, token=b"secret") == "token: got bytes, want a token, the path of a token file, or None"
-    message = "metadata[1]: 'authorization' cannot be combined with a token"
-    metadata = [("a", "b"), ("authorization", "Basic secret")]
-    assert mistake(Client, token=TOKEN, metadata=metadata) == message
-    assert mistake(Client(token=TOKEN).with_options, metadata=metadata) == message
-    Client(metadata=metadata)
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
@@ -108,7 +103,7 @@ def test_a_token_file_is_reread_when_it_changes_and_the_token_is_kept_while_the_
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "token"
-    client = Client(token=file, metadata=[("a", "b")])
+    client = Client(token=file)
     want = "want a file that holds only the token"
     assert mistake(client.info) == f"token: got {file} (No such file or directory), {want}"
     for wrong in ("secret and secret", "secretß"):
@@ -125,7 +120,7 @@ def test_a_token_file_is_reread_when_it_changes_and_the_token_is_kept_while_the_
         if text is None:
             file.unlink()
         seen.append(client._metadata())
-    assert seen == [(("a", "b"), ("authorization", f"Bearer {token}")) for token in (TOKEN, OTHER, OTHER, OTHER, TOKEN)]
+    assert seen == [(("authorization", f"Bearer {token}"),) for token in (TOKEN, OTHER, OTHER, OTHER, TOKEN)]
 
 
 def test_calls_and_streams_of_both_clients_carry_the_token(kind: str, server: str) -> None:

@@ -37,7 +37,10 @@ async function ask(change) {
   if (number !== asked) return;
   fail(body.error);
   if (body.error) return;
-  if (body.parts) next.parts = body.parts;
+  if (body.parts) { // later requests change the parts, whatever the document was typed as
+    next.parts = body.parts;
+    delete next.spec;
+  }
   request = next;
   show(body);
 }

@@ -8,21 +8,16 @@ import webbrowser
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from aiohttp import web
+from plotly.offline import get_plotlyjs
 
-from mmpos.cli.commands import SPECS, app
-from mmpos.cli.options import make_scheme, read_specs, scheme_option, to_json
-from mmpos.cli.report import save_html
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.schemes import SCHEMES
-from mmpos.support.extras import needed_for
-
-if TYPE_CHECKING:
-    from aiohttp import web
-
-    from mmpos.cli.explore.request import Explorer
+from mmpos_explore.documents import make_scheme, parts_of, read_spec
+from mmpos_explore.request import Explorer
 
 _HOST = "127.0.0.1"
 _LARGEST_REQUEST = 2**20  # bytes, enough for the input_ids of MAX_TOKENS tokens and a config.json
@@ -36,11 +31,28 @@ _HEADERS = {
 _STARTING_SPEC = "8,4x6,6,5x3,4"
 
 
-@app.command(help=f"Explore the ids of a document in the browser.\n\n{SPECS}")
+app = typer.Typer()
+
+
+@app.command()
 def explore(
-    document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="The initial document.")] = _STARTING_SPEC,
+    document: Annotated[
+        str,
+        typer.Argument(
+            metavar="SPEC",
+            help="The initial document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 "
+            "text tokens; 4x2x3 is a video of 4 frames.",
+        ),
+    ] = _STARTING_SPEC,
     scheme: Annotated[
-        list[str] | None, scheme_option("rope-tie and mrope", "Repeat to show up to three side by side. ")
+        list[str] | None,
+        typer.Option(
+            "--scheme",
+            "-s",
+            metavar="NAME[,PARAMETER=VALUE...]",
+            help="A scheme of mmpos or your own package.module:Class. Repeat to show up to three side by side.",
+            show_default="rope-tie and mrope",
+        ),
     ] = None,
     token: Annotated[int, typer.Option(min=0, help="Index of the token that is selected at first.")] = 0,
     output: Annotated[
@@ -51,21 +63,14 @@ def explore(
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
     """Explore the ids of a document in the browser."""
-    from mmpos.cli.explore.request import Explorer
-
-    specs = read_specs([document])
-    if len(specs.documents) != 1:
-        raise InvalidInputError(f"SPEC|FILE: got {len(specs.documents)} documents, want 1")
-    names = scheme or ([specs.scheme] if specs.scheme else ["rope-tie", "mrope"])
+    names = scheme or ["rope-tie", "mrope"]
     explorer = Explorer({name: make_scheme(name) for name in names})
-    begin = {"parts": to_json(specs.documents)[0], "schemes": names, "token": token}
+    begin = {"parts": parts_of(read_spec(document)), "schemes": names, "token": token}
     if output is not None:
         write_page(explorer, begin, output)
         typer.echo(f"wrote {output}")
         return
-    # Print errors in the terminal before a browser opens.
-    explorer.answer(begin)
-    _asset("plotly.js")
+    explorer.answer(begin)  # errors belong in the terminal, before a browser opens
     asyncio.run(_serve(make_app(explorer, begin), port, browser))
 
 
@@ -77,18 +82,18 @@ def write_page(explorer: Explorer, begin: dict[str, Any], path: Path) -> None:
         begin: the first request.
         path: path of the file, ending in .html.
     """
+    if path.suffix != ".html":
+        raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .html")
     page = _page(explorer, begin, answer=explorer.answer(begin, every_token=True))
     page = page.replace('<link rel="stylesheet" href="explorer.css">', f"<style>\n{_asset('explorer.css')}</style>")
     head, _, tail = page.rpartition("</body>")
     for name in ("plotly.js", "explorer.js"):  # goes at the end of the body, since inline scripts ignore defer
         head = head.replace(f'<script src="{name}" defer></script>\n', "", 1) + f"<script>\n{_asset(name)}\n</script>\n"
-    save_html("--output", path, f"{head}</body>{tail}")
+    path.write_text(f"{head}</body>{tail}", encoding="utf-8")
 
 
 def _asset(name: str) -> str:
     if name == "plotly.js":
-        with needed_for("mmpos explore", extra="explore"):
-            from plotly.offline import get_plotlyjs
         return get_plotlyjs()
     return (resources.files(__package__) / "page" / name).read_text("utf-8")
 
@@ -109,8 +114,6 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
         explorer: the explorer that computes the answers.
         begin: the first request of the page.
     """
-    with needed_for("mmpos explore", extra="explore"):
-        from aiohttp import web
 
     @web.middleware
     async def guard(
@@ -148,8 +151,6 @@ def make_app(explorer: Explorer, begin: dict[str, Any]) -> web.Application:
 
 async def _serve(application: web.Application, port: int, browser: bool) -> None:
     """Serve the page until the program is interrupted."""
-    from aiohttp import web
-
     runner = web.AppRunner(application)
     await runner.setup()
     site = web.TCPSite(runner, _HOST, port)

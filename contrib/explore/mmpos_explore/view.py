@@ -5,26 +5,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 
-from mmpos.cli.report import exact
+from mmpos import PositionTable, place
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.positions.place import place
-from mmpos.positions.table import PositionTable
-from mmpos.positions.table_rows import DELTA, NEXT_POSITION, axis_names
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES, Scheme
-from mmpos.segments.kinds import GRID, NOUNS, Segment
-from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import integer
+from mmpos.segments import AUDIO, CLIP, GRID, THUMBNAIL, TILE, Grid, SegmentTable, Text
 
 MAX_TOKENS = 4096
 """Maximum number of tokens in a document on the page."""
 
 HEAD_DIM = 128
 """Number of channels of the head whose phases are drawn."""
+
+_NOUNS = {GRID: "image", AUDIO: "audio run", CLIP: "clip", THUMBNAIL: "thumbnail", TILE: "tile"}
+_AXES = {1: ("id",), 2: ("row", "col"), 3: ("frame", "row", "col")}
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,9 @@ class Explored:
     start: int = 0
 
 
-def code_of(document: Sequence[Segment]) -> str:
+def code_of(document: Sequence[Text | Grid]) -> str:
     """Return the Python code that builds the segment table of a document.
 
-    >>> from mmpos.segments import Grid, Text
     >>> print(code_of([Text(3), Grid(2, 3)]))
     segments = mmpos.SegmentTable.from_documents([[mmpos.Text(3), mmpos.Grid(2, 3)]])
     """
@@ -54,7 +52,7 @@ def code_of(document: Sequence[Segment]) -> str:
 
 
 def view(
-    explored: Explored, schemes: Sequence[Scheme], token: int = 0, pair: int = 0, sentences: Iterable[int] | None = None
+    explored: Explored, schemes: Sequence[Scheme], token: int, pair: int, sentences: Iterable[int]
 ) -> dict[str, object]:
     """Compute the contents of the page for one document in several schemes.
 
@@ -63,7 +61,7 @@ def view(
         schemes: 1 to 3 schemes, which are shown side by side.
         token: the selected token; its score with every other token is computed.
         pair: the pair of channels whose phases are computed, 0 to 63.
-        sentences: tokens to explain; None explains the selected one.
+        sentences: tokens to explain.
 
     Returns:
         A JSON-serializable object: the segments, and for each scheme ids, sentences, phases, scores and the Python code
@@ -78,9 +76,10 @@ def view(
     tokens = explored.segments.num_tokens
     if tokens > MAX_TOKENS:
         raise LimitExceededError(f"document: got {tokens} tokens, want at most {MAX_TOKENS}")
-    token = integer("token", token, minimum=0, maximum=tokens - 1)
-    pair = integer("pair", pair, minimum=0, maximum=HEAD_DIM // 2 - 1)
-    explained = [token] if sentences is None else list(sentences)
+    for name, number, stop in (("token", token, tokens), ("pair", pair, HEAD_DIM // 2)):
+        if type(number) is not int or not 0 <= number < stop:
+            raise InvalidInputError(f"{name}: got {number!r}, want an integer from 0 to {stop - 1}")
+    explained = list(sentences)
     return {
         "tokens": tokens,
         "token": token,
@@ -92,13 +91,12 @@ def view(
 
 def _segments(segments: SegmentTable) -> list[dict[str, object]]:
     """List the segments with their nouns, first tokens and sides."""
-    nouns = {**NOUNS, GRID: "image"}
     first = np.cumsum(segments.lengths) - segments.lengths
     rows = zip(
         segments.kind.tolist(), first.tolist(), segments.lengths.tolist(), segments.extents.T.tolist(), strict=True
     )
     return [
-        {"kind": "video" if kind == GRID and frames > 1 else nouns.get(kind, "text"), "first": start, "length": length}
+        {"kind": "video" if kind == GRID and frames > 1 else _NOUNS.get(kind, "text"), "first": start, "length": length}
         | {"frames": frames, "height": height, "width": width}
         for kind, start, length, (frames, height, width) in rows
     ]
@@ -108,16 +106,17 @@ def _scheme(explored: Explored, scheme: Scheme, token: int, pair: int, explained
     """Compute the ids, sentences, code and rotation of the document in one scheme."""
     positions = place(explored.segments, scheme, explored.start)
     resumable = bool(positions.resumable[0])
-    names = axis_names(positions.axes)
+    numerators, denominators = positions.rationals()
+    exact = [
+        [str(Fraction(n, d)) for n, d in zip(axis, denominators.tolist(), strict=True)] for axis in numerators.tolist()
+    ]
     return {
         "label": scheme.label,
-        "axes": list(names),
+        "axes": _axis_names(positions.axes),
         "ids": positions.dense().tolist(),
-        "exact": [list(map(str, axis)) for axis in zip(*exact(positions), strict=True)]
-        if positions.fractional
-        else None,
-        "next": int(positions.documents[NEXT_POSITION, 0]) if resumable else None,
-        "delta": int(positions.documents[DELTA, 0]) if resumable else None,
+        "exact": exact if positions.fractional else None,
+        "next": int(positions.next_positions[0]) if resumable else None,
+        "delta": int(positions.deltas[0]) if resumable else None,
         "sentences": {str(index): positions.explain(index, explored.segments) for index in explained},
         "python": _program(explored, scheme),
         **_rotation(positions, token, pair),
@@ -131,14 +130,18 @@ def _rotation(positions: PositionTable, token: int, pair: int) -> dict[str, obje
     frequency, turning = rotary.inv_freq_array[pair], int(rotary.pair_axis[pair])
     phases = ids[turning] * frequency % (2 * np.pi)
     scores = np.cos(rotary.pair_ids(ids - ids[:, [token]]) * rotary.inv_freq_array[:, None]).mean(axis=0)
-    axis = axis_names(positions.axes)[turning]
+    axis = _axis_names(positions.axes)[turning]
     return {
         "pair": {"index": pair, "axis": axis, "inv_freq": float(frequency), "phases": phases.round(6).tolist()},
         "scores": scores.round(6).tolist(),
     }
 
 
-@cache
+def _axis_names(axes: int) -> list[str]:
+    return [*_AXES.get(axes, (f"axis {axis}" for axis in range(axes)))]
+
+
+@lru_cache
 def _rotary(axes: int) -> Rotary:
     """Return the default rotation with this number of axes; cached, since exact frequencies are slow to compute."""
     return Rotary(head_dim=HEAD_DIM, axes=axes)

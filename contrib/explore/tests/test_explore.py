@@ -1,28 +1,31 @@
-"""The explorer: its page shows the values that mmpos computes, including in a real browser."""
+"""The explorer: answers contain what mmpos computes, and the page asks for one document at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import browser
+import mmpos_explore
 import numpy as np
 import pytest
+import typer
 from aiohttp import ClientSession, web
+from mmpos_explore import Explorer, make_app, write_page
+from mmpos_explore.command import app
+from mmpos_explore.documents import make_scheme, read_spec
 
-from mmpos import place
-from mmpos.cli import app
-from mmpos.cli.explore.command import make_app, write_page
-from mmpos.cli.explore.request import Explorer
-from mmpos.cli.options import make_scheme, read_spec
+from mmpos import SegmentTable, place
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.schemes import RopeTieV2
-from mmpos.segments.table import SegmentTable
+
+SCRIPT = Path(mmpos_explore.__file__).parent / "page/explorer.js"
 
 DOCUMENTS = [  # spec, schemes
     ("5", ["rope-tie"]),
@@ -93,8 +96,11 @@ def test_input_ids_are_read_with_the_model_config() -> None:
         ({"spec": "3", "size": 1}, "request: got 'size', want spec,"),
         ({"spec": 3}, "spec: got int, want text such as 3,2x3,2"),
         ({"spec": "3,x"}, "SPEC '3,x', part 2: got 'x'"),
-        ({"parts": [{"picture": [0, 4]}]}, "parts[0].picture[0]: got 0, want >= 1"),
-        ({"spec": "3", "schemes": ["os:system"]}, "schemes: got 'os:system', want the name of a scheme"),
+        ({"parts": [{"picture": [0, 4]}]}, "got 0, want >= 1"),
+        ({"spec": "3", "schemes": ["os:system"]}, "scheme: got 'os:system', want one of rope-tie,"),
+        ({"spec": "3", "schemes": ["v2pe,width=3"]}, "scheme: got 'v2pe,width=3' ("),
+        ({"spec": "3", "schemes": ["v2pe,16"]}, "scheme: got '16', want PARAMETER=VALUE"),
+        ({"spec": "3", "token": "1"}, "token: got '1', want an integer from 0 to 2"),
         ({"spec": "3", "schemes": ["flatten"] * 4}, "schemes: got 4, want 1 to 3"),
         ({"spec": "3", "pair": 64}, "pair: got 64, want"),
         ({"input_ids": [1], "config": "/etc"}, "config: got str, want the contents of a config.json"),
@@ -139,14 +145,15 @@ def test_only_requests_from_the_page_on_this_machine_are_answered() -> None:
 
 def test_a_written_file_is_self_contained(tmp_path: Path) -> None:
     path = tmp_path / "ids.html"
-    app(args=["explore", "3,2x3,2", "-s", "rope-tie", "-o", str(path)], prog_name="mmpos", standalone_mode=False)
+    command = typer.main.get_command(app)
+    command.main(["3,2x3,2", "-s", "rope-tie", "-o", str(path)], standalone_mode=False)
     text = path.read_text("utf-8")
     assert text.endswith("</body>\n</html>\n")
     markup = re.sub(r"(<script\b[^>]*>).*?</script>", r"\1", text, flags=re.DOTALL)
     assert markup.count("<script") >= 3
     assert re.findall(r"\b(?:src|href)\s*=\s*\S+|url\(|@import", markup) == ['href="data:,">']
     with pytest.raises(InvalidInputError, match=r"--output: got '.*ids.txt', want a file ending in .html"):
-        app(args=["explore", "-o", str(tmp_path / "ids.txt")], prog_name="mmpos", standalone_mode=False)
+        command.main(["-o", str(tmp_path / "ids.txt")], standalone_mode=False)
 
 
 def test_text_in_a_request_cannot_end_the_script(tmp_path: Path) -> None:
@@ -156,121 +163,48 @@ def test_text_in_a_request_cannot_end_the_script(tmp_path: Path) -> None:
     assert json.loads(state)["request"] == {"spec": "3", "schemes": [name]}
 
 
-no_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium is installed: no page was opened")
-
-_SHOWN = """[...document.querySelectorAll(".panel")].map((panel) => [
-    panel.querySelector("h2").textContent,
-    [...panel.querySelectorAll("tbody tr")].map((row) => [...row.cells].map((cell) => cell.textContent)),
-])"""
-
-
-@pytest.mark.slow
-@no_browser
-def test_the_page_shows_the_ids_of_twelve_documents(tmp_path: Path) -> None:
-    async def steps(page: browser.Page) -> None:
-        async with _served() as address:
-            await page.open(address)
-            await page.until("document.querySelectorAll('.panel').length")
-            await page.evaluate("document.querySelector('input[value=ids]').click()")
-            for spec, schemes in DOCUMENTS:
-                await page.evaluate(f"ask({{...ofParts(null), spec: {spec!r}, schemes: {json.dumps(schemes)}}})")
-                shown = await page.evaluate(_SHOWN)
-                assert len(shown) == len(schemes)
-                for (_, rows), name in zip(shown, schemes, strict=True):
-                    ids = place(SegmentTable.from_documents([read_spec(spec)]), make_scheme(name))
-                    numerators, denominators = ids.rationals()
-                    got = np.array([[_number(cell) for cell in row] for row in rows])
-                    assert (got[:, 0] == np.arange(ids.num_tokens)).all()
-                    assert (got[:, 1:] == (numerators / denominators).T).all()
-            assert page.errors == []
-
-    browser.run(tmp_path, steps)
+HARNESS = """
+{
+const [script, state, replies] = JSON.parse(process.argv[1]);
+const sent = [];
+const stub = new Proxy(function () {}, {
+  get: (_, key) => (key === Symbol.toPrimitive ? () => "" : key === Symbol.iterator ? function* () {} : stub),
+  set: () => true, apply: () => stub, construct: () => stub,
+});
+const page = { getElementById: (id) => (id === "state" ? { textContent: state } : stub) };
+globalThis.document = new Proxy(page, { get: (target, key) => target[key] ?? stub });
+Object.assign(globalThis, { getComputedStyle: () => stub, matchMedia: () => stub, Plotly: stub });
+globalThis.fetch = async (_, { body }) => (sent.push(JSON.parse(body)), { json: async () => replies[sent.length - 1] });
+require("vm").runInThisContext(script + `;draw = () => {};globalThis.run = async () => {
+  await ask({ ...ofParts(null), spec: "3,2x3,2" }); await ask({ token: 4 });
+  await ask(ofParts([{ text: 2 }])); await ask({ ...ofParts(null), spec: "9" }); await ask({ pair: 1 });
+}`);
+setTimeout(() => run().then(() => console.log(JSON.stringify(sent))), 0);
+}
+"""
+"""A program that runs the page's script without a browser, and prints the requests that it sends."""
 
 
-@pytest.mark.slow
-@no_browser
-def test_the_page_responds_to_keys_and_drags_at_every_width(tmp_path: Path) -> None:
-    async def steps(page: browser.Page) -> None:
-        async with _served() as address:
-            for width in (400, 1400):
-                for dark in (False, True):
-                    await page.open(address, width=width, dark=dark)
-                    await page.until("document.querySelectorAll('.panel').length")
-                    assert await page.evaluate("document.documentElement.scrollWidth") <= width
-                    for view in ("plane", "maps", "phases", "scores", "python"):
-                        await page.evaluate(f"document.querySelector('input[value={view}]').click()")
-            await page.evaluate("document.getElementById('token').focus()")
-            await page.press_right()
-            await page.until("document.getElementById('sentences').textContent.includes('token 1 ')")
-            before = await page.evaluate("answer.tokens")
-            grip = "document.querySelector('.grip').getBoundingClientRect()"
-            corner = await page.evaluate(f"(({{right, bottom}}) => [right - 4, bottom - 4])({grip})")
-            await _drag(page, corner, (16, 8))
-            await page.until(f"answer.tokens > {before} && answer.parts[1].grid.join() === '3,5'")
-            assert await page.evaluate("document.getElementById('spec').value") == "3,3x5,2"
-            assert page.errors == []
-
-    browser.run(tmp_path, steps)
-
-
-@pytest.mark.slow
-@no_browser
-def test_a_written_file_opens_without_a_server(tmp_path: Path) -> None:
-    path = tmp_path / "ids.html"
-    app(args=["explore", "3,2x3,2", "-s", "rope-tie", "-o", str(path)], prog_name="mmpos", standalone_mode=False)
-
-    async def steps(page: browser.Page) -> None:
-        await page.open(path.as_uri(), width=400)
-        await page.until("document.querySelectorAll('.panel').length")
-        await page.evaluate("document.querySelector('input[value=ids]').click()")
-        ((_, rows),) = await page.evaluate(_SHOWN)
-        assert [[int(cell) for cell in row[1:]] for row in rows] == _ids("3,2x3,2", "rope-tie").T.tolist()
-        await page.evaluate("select(4)")
-        assert "row 0, column 1" in await page.evaluate("document.getElementById('sentences').textContent")
-        assert await page.evaluate("performance.getEntriesByType('resource').map(each => each.name)") == []
-        assert page.errors == []
-
-    browser.run(tmp_path / "profile", steps)
-
-
-@pytest.mark.slow
-@no_browser
-def test_a_narrow_page_shows_the_spec_the_legend_and_full_titles(tmp_path: Path) -> None:
-    path, spec = tmp_path / "ids.html", "1,4x6,6,5x3,2,2x2x2,4"
-    app(
-        args=["explore", spec, "-s", "mrope", "--token", "50", "-o", str(path)],
-        prog_name="mmpos",
-        standalone_mode=False,
-    )
-
-    async def steps(page: browser.Page) -> None:
-        await page.open(path.as_uri(), width=400)
-        await page.until("document.querySelectorAll('.panel').length")
-        assert await page.evaluate("$('summary').textContent") == f"{spec}: 60 tokens, 2 images, 1 video"
-        entries = "[...$('legend').children].map((entry) => [entry.textContent, entry.children.length])"
-        assert await page.evaluate(entries) == [["text", 1], ["images", 2], ["video", 1]]
-        for view in ("scores", "phases", "maps"):
-            await page.evaluate(f"document.querySelector('input[value={view}]').click()")
-            await page.until("document.querySelector('.gtitle')")
-            title = "document.querySelector('.gtitle').getBoundingClientRect()"
-            panel = "document.querySelector('.panel').getBoundingClientRect()"
-            assert await page.evaluate(f"{panel}.left < {title}.left && {title}.right < {panel}.right")
-            assert await page.evaluate("$('legend').hidden") == (view == "maps")
-        assert page.errors == []
-
-    browser.run(tmp_path / "profile", steps)
-
-
-async def _drag(page: browser.Page, start: list[float], by: tuple[float, float]) -> None:
-    """Press the mouse button, move the pointer and release the button."""
-    x, y = start
-    common = {"button": "left", "buttons": 1, "clickCount": 1}
-    await page.call("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, **common)
-    for k in (1, 2):
-        await page.call(
-            "Input.dispatchMouseEvent", type="mouseMoved", x=x + by[0] * k / 2, y=y + by[1] * k / 2, **common
-        )
-    await page.call("Input.dispatchMouseEvent", type="mouseReleased", x=x + by[0], y=y + by[1], **common)
+def test_requests_after_a_typed_document_change_its_parts() -> None:
+    begin = {"parts": [{"text": 8}], "schemes": ["rope-tie"], "token": 0}
+    text, explorer = {"text": 3}, Explorer()
+    image = [text, {"grid": [2, 3]}, {"text": 2}]
+    schemes = {"schemes": ["rope-tie"], "token": 0}
+    want: list[dict[str, object]] = [
+        begin,
+        schemes | {"spec": "3,2x3,2"},
+        schemes | {"parts": image, "token": 4},
+        schemes | {"parts": [{"text": 2}], "token": 4},
+        schemes | {"spec": "9", "token": 4},
+        schemes | {"parts": [{"text": 9}], "token": 4, "pair": 1},
+    ]
+    replies = [explorer.answer(request) for request in want]
+    state = json.dumps({"request": begin, "schemes": ["rope-tie"], "answer": None})
+    arguments = [SCRIPT.read_text("utf-8"), state, replies]
+    node = Path(sys.executable).with_name("node")
+    done = subprocess.run([node, "-e", HARNESS, json.dumps(arguments)], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert json.loads(done.stdout) == want
 
 
 @asynccontextmanager
@@ -289,8 +223,3 @@ async def _served() -> AsyncIterator[str]:
 def _ids(spec: str, scheme: Any) -> np.ndarray[Any, np.dtype[Any]]:
     chosen = make_scheme(scheme) if isinstance(scheme, str) else scheme
     return place(SegmentTable.from_documents([read_spec(spec)]), chosen).dense()
-
-
-def _number(text: str) -> float:
-    numerator, _, denominator = text.partition("/")
-    return int(numerator) / int(denominator or 1)

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmpos.cli.explore.view import Explored, code_of, view
-from mmpos.cli.options import Document, make_scheme, read_part, read_spec, to_json
 from mmpos.errors import InvalidInputError
-from mmpos.images import ImageProcessor
+from mmpos.integrations.models import from_hf_config
 from mmpos.schemes import Scheme
-from mmpos.segments.kinds import Text
-from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import integer
+from mmpos.segments import SegmentTable
+from mmpos_explore.documents import Document, choose, make_scheme, parts_of, read_part, read_spec, spec_of
+from mmpos_explore.view import Explored, code_of, view
 
 _DOCUMENT = ("spec", "parts", "input_ids")
 _NAMES = (*_DOCUMENT, "config", "image_grid_thw", "video_grid_thw", "schemes", "token", "pair")
@@ -51,34 +49,29 @@ class Explorer:
             raise InvalidInputError(f"request: got {type(request).__name__}, want an object")
         for name in request.keys() - set(_NAMES):
             raise InvalidInputError(f"request: got {name!r}, want {', '.join(_NAMES)}")
-        passed = [name for name in _DOCUMENT if request.get(name) is not None]
-        if len(passed) != 1:
-            raise InvalidInputError(
-                f"request: got {' and '.join(passed) or 'no document'}, want one of {', '.join(_DOCUMENT)}"
-            )
+        kind = choose(request, _DOCUMENT)
         schemes: Sequence[Scheme] = [self._scheme(name) for name in _list("schemes", request.get("schemes", []))]
         document: Document | None = None
-        if passed == ["input_ids"]:
+        if kind == "input_ids":
             explored, own = _tokenised(request)
             schemes = schemes or [own]
         else:
-            document = _spec(request["spec"]) if passed == ["spec"] else _parts(request["parts"])
+            document = _spec(request["spec"]) if kind == "spec" else _parts(request["parts"])
             explored = Explored(SegmentTable.from_documents([document]), code_of(document))
-        numbers = {name: integer(name, request[name]) for name in ("token", "pair") if name in request}
-        numbers["token"] = min(
-            numbers.get("token", 0), explored.segments.num_tokens - 1
-        )  # the document may have shrunk
-        explained = range(explored.segments.num_tokens) if every_token else None
-        shown = view(explored, schemes or [make_scheme("rope-tie")], sentences=explained, **numbers)
-        parts = None if document is None else to_json([document])[0]
-        return shown | {"parts": parts, "spec": None if parts is None else _spec_of(parts)}
+        tokens = explored.segments.num_tokens
+        token = request.get("token", 0)
+        if isinstance(token, int):
+            token = min(token, tokens - 1)  # the document may have become shorter
+        explained = range(tokens) if every_token else [token]
+        shown = view(explored, schemes or [make_scheme("rope-tie")], token, request.get("pair", 0), explained)
+        if document is None:
+            return shown | {"parts": None, "spec": None}
+        return shown | {"parts": parts_of(document), "spec": spec_of(document)}
 
     def _scheme(self, name: Any) -> Scheme:
-        if isinstance(name, str) and name in self.own:
-            return self.own[name]
-        if not isinstance(name, str) or ":" in name:
-            raise InvalidInputError(f"schemes: got {name!r}, want the name of a scheme in mmpos or on the command line")
-        return make_scheme(name)
+        if not isinstance(name, str):
+            raise InvalidInputError(f"schemes: got {name!r}, want a name")
+        return self.own[name] if name in self.own else make_scheme(name, own=False)
 
 
 def _spec(spec: Any) -> Document:
@@ -88,22 +81,11 @@ def _spec(spec: Any) -> Document:
 
 
 def _parts(parts: Any) -> Document:
-    return [segment for i, part in enumerate(_list("parts", parts)) for segment in _part(f"parts[{i}]", part)]
-
-
-def _part(name: str, part: Any) -> Document:
-    """Read a part; expand a picture into a marker, its patches and another marker."""
-    match part:
-        case {"picture": [height, width], **rest} if not rest:
-            sides = integer(f"{name}.picture[0]", height, minimum=1), integer(f"{name}.picture[1]", width, minimum=1)
-            return [Text(1), ImageProcessor(backend="pillow").grid(*sides), Text(1)]
-    return [read_part(name, part)]
+    return [segment for i, part in enumerate(_list("parts", parts)) for segment in read_part(f"parts[{i}]", part)]
 
 
 def _tokenised(request: Mapping[str, Any]) -> tuple[Explored, Scheme]:
     """Read input_ids with a model's config, and return the document and the scheme of the model."""
-    from mmpos.integrations.models import from_hf_config
-
     config = request.get("config")
     if not isinstance(config, Mapping):  # given a path, from_hf_config would read the file
         raise InvalidInputError(f"config: got {type(config).__name__}, want the contents of a config.json")
@@ -118,20 +100,6 @@ def _tokenised(request: Mapping[str, Any]) -> tuple[Explored, Scheme]:
         f"input_ids = {request['input_ids']!r}\nsegments = settings.segments(input_ids{arguments})"
     )
     return Explored(segments, code, settings.start), settings.scheme
-
-
-def _spec_of(parts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Format a document as a spec; return None if a spec cannot express it."""
-    pieces = []
-    for part in parts:
-        match part:
-            case {"text": length, **rest} if not rest:
-                pieces.append(str(length))
-            case {"grid": sides, **rest} if not rest:
-                pieces.append("x".join(map(str, sides)))
-            case _:
-                return None
-    return ",".join(pieces)
 
 
 def _list(name: str, value: Any) -> list[Any]:

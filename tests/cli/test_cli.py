@@ -293,9 +293,7 @@ def test_the_help_is_printed_without_arguments() -> None:
 
 
 def test_help_lists_the_commands_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        import_module("mmpos.cli.commands"), "entry_points", lambda group: []
-    )
+    monkeypatch.setattr(import_module("mmpos.cli.commands"), "entry_points", lambda group: [])
     lines = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")).partition("Commands")[2].splitlines()
     assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == [
         "demo", "positions", "check", "conformance", "plot", "compare", "explain", "schemes",

@@ -92,7 +92,7 @@ class Flags:
     log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO
     log_format: Annotated[LogFormat, _flag("Write log lines as JSON, or as readable text.")] = LogFormat.JSON
     otel: Annotated[
-        bool, _flag("Export OpenTelemetry spans and metrics, configured by the environment variables OTEL_….", "--otel")
+        bool, _flag("Export OpenTelemetry spans, configured by the environment variables OTEL_….", "--otel")
     ] = False
     preload: Annotated[bool, _flag("Import torch before listening instead of at the first rotation.", "--preload")] = (
         False
@@ -124,15 +124,11 @@ class Flags:
 
     @contextmanager
     def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:
-        """Serve the page with metrics, liveness and readiness, and export metrics, if the flags enable these."""
+        """Serve the page with metrics, liveness and readiness, if the flags enable it."""
         registry.register(ProcessMetrics(self.listen.tls))
         with ExitStack() as stack:
             if self.metrics_port or inherits():
                 stack.enter_context(exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port))
-            if self.otel:
-                from mmpos_server.metrics_export import exported
-
-                stack.enter_context(exported(registry))
             yield
 
     def _tls(self) -> TlsFiles | None:

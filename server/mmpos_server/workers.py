@@ -62,7 +62,7 @@ def supervise(options: Flags) -> None:
         raise InvalidInputError(
             f"--uds cannot be combined with {options.workers} workers: processes cannot share a unix socket"
         )
-    # Do not relay lines of gRPC's C++ core, which the supervisor uses only to export metrics with --otel.
+    # The supervisor does not use gRPC's C++ core, so there are no lines of it to relay.
     with logging_all(options.log_level, options.log_format, core=False) as logs, ExitStack() as stack:
         # Report errors in files once instead of once per worker.
         config = options.settings()

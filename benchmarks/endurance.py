@@ -25,7 +25,7 @@ from pages import RESULTS
 
 from mmpos.errors import MmposError, ServiceError
 from mmpos.support.files import write_text
-from mmpos_bench.machine import stamp
+from mmpos_bench.machine import set_malloc, stamp
 from mmpos_bench.questions import Asking, Question
 from mmpos_bench.results import Rows, markdown
 from mmpos_bench.serving import (
@@ -109,7 +109,7 @@ def overloaded(scale: Scale) -> list[Result]:
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         with on_core(cores[0]):
-            (server,) = stack.enter_context(started(service("tuned", "--log-level", "warning")))
+            (server,) = stack.enter_context(started(service("--log-level", "warning")))
         stack.enter_context(on_core(cores[-1]))
         channel = stack.enter_context(grpc.insecure_channel(server.address, options=OPTIONS))
         side = max(1, int(scale.tokens**0.5) * 3 // 8)
@@ -121,7 +121,7 @@ def overloaded(scale: Scale) -> list[Result]:
 
 def soak(seconds: float, scale: Scale) -> Result:
     """Run random calls on a new server and sample its memory every second; the first half is a warm-up."""
-    with started(service("tuned", "--shared-memory", "mmpos-soak-")) as (server,), clients(scale.clients) as pool:
+    with started(service("--shared-memory", "mmpos-soak-")) as (server,), clients(scale.clients) as pool:
         futures = [pool.submit(everything, server.address, seconds, seed) for seed in range(scale.clients)]
         began, samples = monotonic(), []
         while not all(future.done() for future in futures):
@@ -205,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="toy sizes; the figures are meaningless")
     parser.add_argument("--json", action="store_true", help="write the figures to results/")
     options = parser.parse_args(arguments)
+    set_malloc("tuned")
     scale = TOY if options.quick else Scale()
     machine = stamp("tuned")
     kept: dict[str, Any] = {

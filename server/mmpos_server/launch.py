@@ -23,7 +23,6 @@ from mmpos_server.app import Server
 from mmpos_server.config import ServerConfig
 from mmpos_server.flags import Flags
 from mmpos_server.listening import Listen, notify, warn
-from mmpos_server.malloc import keep_large_blocks, release_memory_when_idle
 from mmpos_server.telemetry import Logs, logging_all
 
 if TYPE_CHECKING:
@@ -75,8 +74,6 @@ def serve(options: Flags) -> None:
 def prepare() -> None:
     """Set up a process, which ignores SIGHUP until it can reload settings; call this only from its entry point."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    keep_large_blocks()
-    release_memory_when_idle()
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Every connection needs an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event, Thread
 from time import monotonic, sleep
@@ -20,7 +19,7 @@ from mmpos_server.call import GoneError
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Answer, Endpoint, ServerContext
 from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection
-from mmpos_server.listening import Listen, address, bind, transport_options
+from mmpos_server.listening import Listen, address, bind, bind_uds, transport_options
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.streams import StreamEndpoint
 from mmpos_server.telemetry import Logs, Metrics
@@ -122,7 +121,6 @@ class Server:
         self._files: list[Callable[[], None]] = [] if self._context.tokens is None else [self._context.tokens.refresh]
         self._last_round = -math.inf
         self._ended = Event()
-        self._closing = ExitStack()
 
     @property
     def ready(self) -> bool:
@@ -156,8 +154,7 @@ class Server:
         self._add_methods(server)
         addresses = [self._add_port(server, certificates)] if listen.tcp else []
         if listen.uds:
-            self._closing.callback(listen.uds.listen(server.add_insecure_port))
-            addresses.append(listen.uds.address)
+            addresses.append(bind_uds(listen.uds, server.add_insecure_port))
         server.start()
         self._server = server
         self._last_round = monotonic()
@@ -201,7 +198,6 @@ class Server:
             end = monotonic() + (grace or 0.0)
             self._settle(grace or 0.0)
             self._context.transit.drain()
-            self._closing.close()
             ended = self._server.stop(max(0.0, end - monotonic()))
             quiet_since = math.inf
             # The transport itself would wait 20 seconds for a client that does not acknowledge the end.

@@ -14,7 +14,7 @@ import pytest
 from shared_objects import FOLDER, PREFIX, SHRINK, content, names, sealed, shared
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos_server.listening import Listen, Uds, local
+from mmpos_server.listening import Listen, local
 from mmpos_server.shared_memory import MAX_NAME, MAX_REGIONS, Region, Regions, SharedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the test looks for objects where Linux keeps them")
@@ -408,5 +408,5 @@ def test_only_loopback_hosts_are_local(host: str, is_local: bool) -> None:
 
 
 def test_a_unix_socket_is_local_regardless_of_the_host(tmp_path: Path) -> None:
-    uds = Uds(tmp_path / "socket")
+    uds = tmp_path / "socket"
     assert (local(Listen("0.0.0.0", tcp=False, uds=uds)), local(Listen("0.0.0.0", uds=uds))) == (True, False)

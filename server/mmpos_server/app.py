@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from threading import Event, Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import grpc
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import Certificates, TokenFile
-from mmpos_server.admission import CHECKS, WATCHES, Admission, Rates
+from mmpos_server.admission import CHECKS, WATCHES, Admission
 from mmpos_server.call import GoneError
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Answer, Endpoint, ServerContext
@@ -90,17 +89,13 @@ class Server:
             methods = all_methods
         memory = shared_memory or SharedMemory()
         memory.check(self.listen)
-        self._build_methods: Callable[[ServerConfig], Sequence[Method]] = lambda config: methods(
-            Profiles.from_config(config), config.limits, memory
-        )
-        self._methods = self._build_methods(config)
+        self._methods = methods(Profiles.from_config(config), config.limits, memory)
         self._admission = Admission(config.concurrency, config.clients)
         tokens = self.listen.token_file
         self._context = ServerContext(
             config,
             self._admission,
-            Transit(config.connections, self.logs),
-            Rates(config.clients),
+            Transit(self.logs),
             self.metrics,
             self.logs,
             TokenFile(tokens, self.logs) if tokens else None,
@@ -160,23 +155,6 @@ class Server:
         self._last_round = monotonic()
         Thread(target=self._watch, name="mmpos-watch", daemon=True).start()
         return addresses
-
-    def renew(self, config: ServerConfig) -> None:
-        """Handle later calls with new profiles, limits, time limits and rates.
-
-        Raises:
-            InvalidInputError: a profile is wrong; the server then keeps its old settings.
-            ImportError: a profile needs a package that is not installed.
-        """
-        methods = self._build_methods(config)
-        self.config = config
-        self._context = replace(self._context, config=config, rates=Rates(config.clients))
-        self._context.transit.renew(config.connections)
-        self.introspection.server = self._context
-        by_name = {(method.service, method.name): method for method in methods}
-        endpoints: list[Endpoint | StreamEndpoint] = [*self.unary.values(), *self.streams.values()]
-        for endpoint in endpoints:
-            endpoint.renew(by_name[endpoint.method.service, endpoint.method.name], self._context)
 
     def announce_stop(self) -> None:
         """Report NOT_SERVING in health checks, but continue to serve calls."""

@@ -20,7 +20,7 @@ from mmpos_server.page import exposed
 from mmpos_server.shared_memory import SharedMemory
 from mmpos_server.telemetry import ProcessMetrics
 
-__all__ = ["Flags", "LogFormat", "LogLevel"]
+__all__ = ["Flags", "LogLevel"]
 
 
 class LogLevel(StrEnum):
@@ -30,13 +30,6 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
-
-
-class LogFormat(StrEnum):
-    """Format of log lines."""
-
-    JSON = "json"
-    CONSOLE = "console"
 
 
 def _flag(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
@@ -90,13 +83,9 @@ class Flags:
     ] = 0.0
     drain_seconds: Annotated[float, _flag("Seconds that running calls may take after SIGTERM.", min=0)] = 30.0
     log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO
-    log_format: Annotated[LogFormat, _flag("Write log lines as JSON, or as readable text.")] = LogFormat.JSON
     otel: Annotated[
         bool, _flag("Export OpenTelemetry spans, configured by the environment variables OTEL_….", "--otel")
     ] = False
-    preload: Annotated[bool, _flag("Import torch before listening instead of at the first rotation.", "--preload")] = (
-        False
-    )
 
     def __post_init__(self) -> None:
         assert self.listen  # raises an error if flags are wrong

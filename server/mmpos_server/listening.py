@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from mmpos_server.telemetry import Logs
 
 __all__ = [
+    "AGE_SECONDS",
     "GRACE_SECONDS",
     "IDLE_SECONDS",
     "MAX_METADATA_BYTES",
+    "RECEIVE_SECONDS",
     "Listen",
     "address",
     "bind",
@@ -120,8 +122,15 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     return reserved
 
 
-IDLE_SECONDS, GRACE_SECONDS = 600.0, 600.0
-"""Seconds for which an idle connection stays open, and seconds that calls may last on a closing connection."""
+RECEIVE_SECONDS = 30.0
+"""Maximum seconds for a handshake, and from the start of a call until its request, or the first item of its stream, has
+arrived.
+"""
+
+IDLE_SECONDS, AGE_SECONDS, GRACE_SECONDS = 600.0, 3600.0, 600.0
+"""Seconds for which an idle connection stays open, age in seconds at which the server asks the client of a connection
+to open a new one, and seconds that calls may last on a closing connection.
+"""
 
 MAX_METADATA_BYTES = 16 * 1024
 """Maximum size in bytes of a call's headers."""
@@ -134,7 +143,6 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         config: settings of the server.
         reuse_port: whether other processes may listen on the same port.
     """
-    connections = config.connections
     return [
         ("grpc.max_receive_message_length", config.limits.request_bytes),
         ("grpc.max_send_message_length", -1),
@@ -145,10 +153,10 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # gRPC enables this by default: a second server on the port would silently take half of the calls.
         ("grpc.so_reuseport", int(reuse_port)),
-        ("grpc.max_allowed_incoming_connections", min(connections.max_connections, _most_connections())),
-        ("grpc.server_handshake_timeout_ms", _milliseconds(connections.receive_seconds)),
+        ("grpc.max_allowed_incoming_connections", min(config.concurrency.max_connections, _most_connections())),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(RECEIVE_SECONDS)),
         ("grpc.max_connection_idle_ms", _milliseconds(IDLE_SECONDS)),
-        ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
+        ("grpc.max_connection_age_ms", _milliseconds(AGE_SECONDS)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(GRACE_SECONDS)),
         # These limit the calls that Python has not accepted yet. Beyond the limit (1000 by default), gRPC drops calls
         # from any client, so one client that opens calls and ends them immediately could shut out the others.
@@ -165,7 +173,7 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
 
 
 def _milliseconds(seconds: float) -> int:
-    return min(max(1, round(1000 * seconds)), 2**31 - 1)
+    return round(1000 * seconds)
 
 
 def _most_connections() -> int:

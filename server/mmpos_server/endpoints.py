@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from mmpos_server.access import TokenFile
-    from mmpos_server.admission import Admission, Rates
+    from mmpos_server.admission import Admission
     from mmpos_server.config import ServerConfig
     from mmpos_server.methods import Method
     from mmpos_server.telemetry import Logs, Metrics
@@ -99,7 +99,6 @@ class ServerContext:
         config: settings of the server.
         admission: gates and thread pools.
         transit: the messages in transit.
-        rates: the clients' request rates.
         metrics: the server's metrics.
         logs: the server's log.
         tokens: the known tokens; None if the server requires no token.
@@ -110,7 +109,6 @@ class ServerContext:
     config: ServerConfig
     admission: Admission
     transit: Transit
-    rates: Rates
     metrics: Metrics
     logs: Logs
     tokens: TokenFile | None = None
@@ -159,17 +157,13 @@ class ServerContext:
 
         Raises:
             DecodeError: the bytes are not a message of this kind.
-            LimitExceededError: the request has more bytes than a limit that was lowered since the start (the transport
-                enforces the initial limit), or too many bytes that are not in large tensors.
+            LimitExceededError: the request has too many bytes that are not in large tensors.
         """
-        limits = self.config.limits
-        if len(raw) > limits.request_bytes:
-            raise LimitExceededError(f"request: got {len(raw)} bytes, want <= {limits.request_bytes}")
         call.request_bytes = len(raw)
         began = perf_counter()
         marked = call.beside.marked(kind, raw)
         if not bulky:
-            check("message_bytes", len(marked), limits)
+            check("message_bytes", len(marked), self.config.limits)
         message = kind.FromString(marked)
         call.stages.append(("decode", perf_counter() - began))
         return message
@@ -226,10 +220,6 @@ class Endpoint:
         self._path = f"{method.service}/{method.name}"
         self._metrics = MethodMetrics(server.metrics, method.name)
 
-    def renew(self, method: Method, server: ServerContext) -> None:
-        """Answer later calls with this method, which must have the same name."""
-        self.method, self._server = method, server
-
     def answer(self, requests: Iterator[bytes], context: Context) -> Answer:
         """Answer one call; its request is not read until the call has a slot.
 
@@ -249,7 +239,6 @@ class Endpoint:
         status = "CANCELLED"
         try:
             server.admission.arrive()
-            server.rates.take(client)
             call.admit(server.admission.calls)
             raw = server.transit.request(requests, context)
             plain = None if method.plain is None else call.plain(method.plain, raw)

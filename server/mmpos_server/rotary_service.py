@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos_server.call import Call
 
-__all__ = ["RotaryService", "device", "has_torch", "preload", "require_torch"]
+__all__ = ["RotaryService", "device", "has_torch", "require_torch"]
 
 MAX_HEAD_DIM = 1024
 """Largest head_dim, which is limited because frequencies are computed pair by pair in exact arithmetic."""
@@ -46,7 +46,7 @@ _LAYOUTS: dict[int, Layout | None] = {
 
 
 class RotaryService:
-    """Implementation of RotaryService; the first call that needs torch imports it, unless ``preload`` has done so.
+    """Implementation of RotaryService; the first call that needs torch imports it.
 
     Args:
         profiles: settings for the models.
@@ -144,19 +144,13 @@ def has_torch() -> bool:
 def device() -> str:
     """Return the device for rotations: "cuda", "cpu", or "" without torch.
 
-    Until a rotation or ``preload`` imports torch, the device is "cuda" if the machine has NVIDIA's driver.
+    Until a rotation imports torch, the device is "cuda" if the machine has NVIDIA's driver.
     """
     if not has_torch():
         return ""
     if _device_of_torch.cache_info().currsize:
         return _device_of_torch()
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-
-
-def preload() -> None:
-    """Import torch now because the import takes seconds and would delay the first client."""
-    if has_torch():
-        _device_of_torch()
 
 
 @lru_cache(maxsize=1)

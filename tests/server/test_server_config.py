@@ -12,7 +12,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.builder import MarkerIds, Markers, SequenceBuilder
-from mmpos_server.config import ClientLimits, Concurrency, Connections, Limits, Profiles, load
+from mmpos_server.config import ClientLimits, Concurrency, Limits, Profiles, load
 
 
 @pytest.fixture
@@ -33,8 +33,7 @@ def mistake(file: Path, text: str) -> str:
 
 def test_the_embedded_file_lists_the_defaults() -> None:
     config = load(None)
-    assert (config.limits, config.concurrency) == (Limits(), Concurrency())
-    assert (config.connections, config.clients) == (Connections(), ClientLimits())
+    assert (config.limits, config.concurrency, config.clients) == (Limits(), Concurrency(), ClientLimits())
     assert list(config.profiles) == ["default"]
     written = config.profiles["default"]
     assert (written.scheme, written.tokenizer) == ("rope-tie", "bytes")
@@ -123,7 +122,7 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
             "limits.token: got an unknown field, want one of request_bytes, message_bytes, response_bytes, "
             "documents, segments, tokens, images, pixels",
         ),
-        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, connections, clients, profiles"),
+        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, clients, profiles"),
         ("limits = 1\n", "limits: got 1, want a table"),
         ("[profiles.a]\nimages = 1\n", "profiles.a.images: got 1, want a table"),
         (

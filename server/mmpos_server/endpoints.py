@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
     from mmpos_server.transit import Transit
 
-__all__ = ["REQUEST_ID", "Answer", "Caller", "Context", "Endpoint", "ServerContext", "host_of"]
+__all__ = ["REQUEST_ID", "Answer", "Context", "Endpoint", "ServerContext"]
 
 
 REQUEST_ID = "x-request-id"
@@ -61,8 +61,8 @@ class Answer(NamedTuple):
     failed: Failure | None = None
 
 
-class Caller(Protocol):
-    """The client of a call."""
+class Context(Transport, Protocol):
+    """Context of a call: gRPC's, or a test's."""
 
     def invocation_metadata(self) -> Any:
         """Return the client's metadata as pairs."""
@@ -73,16 +73,12 @@ class Caller(Protocol):
     def auth_context(self) -> Any:
         """Return the names from the client's certificate."""
 
-
-class Context(Caller, Transport, Protocol):
-    """Context of a call, from gRPC or from a host that replaces gRPC."""
-
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline, or None if there is none."""
 
 
 @lru_cache(maxsize=4096)
-def host_of(peer: str) -> str:
+def _host_of(peer: str) -> str:
     """Return the host of a peer as gRPC names it, such as ipv4:127.0.0.1:50051; "unix" for a unix socket."""
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
@@ -150,7 +146,7 @@ class ServerContext:
             for value in identity.get(key, ()):
                 if value:
                     return str(value.decode(errors="replace"))
-        return host_of(context.peer())
+        return _host_of(context.peer())
 
     def parse(self, kind: type[M], raw: bytes, call: Call, *, bulky: bool) -> M:
         """Parse a request; ``bulky`` requests may have more bytes besides large tensors than limits.message_bytes.

@@ -1,5 +1,7 @@
 """vLLM's Qwen-VL models with positions on two axes. Only this file imports vLLM's models."""
 
+# mypy: allow-subclassing-any
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -12,19 +14,17 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from mmpos.errors import UnsupportedError
-from mmpos.integrations.sections import Sections, install_cache, permute_qk
-from mmpos.integrations.vllm.requests import check_apart, mrope_input_positions
-from mmpos.integrations.vllm.settings import ServedModel, mmpos_options
+from mmpos.integrations.vllm import check_apart, mrope_input_positions
+from mmpos_vllm.sections import Sections
+from mmpos_vllm.served_model import ServedModel, check_engine, mmpos_options
+from mmpos_vllm.weights import install_cache, permute_qk
 
-__all__ = ["PlacedQwen2VL", "PlacedQwen3VL", "PlacedQwen25VL"]
+__all__ = ["PlacedQwen2VL", "PlacedQwen3VL", "PlacedQwen25VL", "install_rotary"]
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.multimodal.processing import BaseProcessingInfo, ProcessorInputs, TimingContext
-
-NO_DRAFT_MODEL = ("ngram", "suffix")
-"""Speculative decoding methods without a draft model; vLLM derives the cache slots of draft models from ids."""
 
 
 class _Placed:
@@ -35,9 +35,9 @@ class _Placed:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         model_config = vllm_config.model_config
         self.served = ServedModel.from_config(model_config.hf_config, model_config.max_model_len)
-        _check_config(vllm_config, permute=self.served.permute)
+        check_engine(vllm_config, permute=self.served.permute)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        _install_rotary(self.language_model, self.served.sections)
+        install_rotary(self.language_model, self.served.sections)
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
@@ -47,7 +47,6 @@ class _Placed:
             input_tokens,
             mm_features,
             scheme=self.served.scheme,
-            sections=self.served.sections,
             spatial_merge_size=self.served.spatial_merge_size,
             strict=False,
         )
@@ -59,7 +58,7 @@ class _Placed:
         return super().load_weights(weights)  # type: ignore[misc]
 
 
-def _install_rotary(model: torch.nn.Module, sections: Sections) -> None:
+def install_rotary(model: torch.nn.Module, sections: Sections) -> None:
     """Replace the rotation of all layers: vLLM shares rotations among models and gives their caches fewer rows."""
     rotary = sections.rotary
     new = MRotaryEmbedding(
@@ -83,26 +82,6 @@ def _check_same(old: object, new: MRotaryEmbedding) -> None:
         got, want = getattr(old, name, None), getattr(new, name)
         if got != want or not isinstance(old, MRotaryEmbedding):
             raise UnsupportedError(f"{type(old).__name__}.{name}: got {got}, want an MRotaryEmbedding with {want}")
-
-
-def _check_config(vllm_config: VllmConfig, *, permute: bool) -> None:
-    """Raise UnsupportedError for configs that vLLM would silently serve with wrong ids, weights or limits."""
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
-        raise UnsupportedError(
-            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}; vLLM derives "
-            "the cache slots of a draft model from ids, but ids are not token indices here"
-        )
-    multimodal = vllm_config.model_config.multimodal_config
-    if multimodal.enable_mm_embeds:
-        raise UnsupportedError("enable_mm_embeds: got True, want False; video embeddings would bypass the limits")
-    if multimodal.is_multimodal_pruning_enabled():
-        raise UnsupportedError("multimodal pruning: got enabled, want disabled, because pruning computes its own ids")
-    if permute and vllm_config.lora_config is not None:
-        raise UnsupportedError("lora_config: got one, want none, or a permuted checkpoint and permuted adapters")
-    if permute and vllm_config.quant_config is not None:
-        got = type(vllm_config.quant_config).__name__
-        raise UnsupportedError(f"quant_config: got {got}, want none, or weights permuted before quantisation")
 
 
 class _ImagesOnly:

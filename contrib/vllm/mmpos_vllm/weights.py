@@ -6,25 +6,25 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol, TypedDict, TypeGuard, Unpack, overload
+from typing import Protocol, TypedDict, TypeGuard, Unpack, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.sections.layout import BLOCK, Sections, qk_channels
-from mmpos.rotary.config import Rotary
-from mmpos.support.checks import IntArray, boolean, integer, one_of
+from mmpos.rotary import Rotary
+from mmpos_vllm.checks import boolean
+from mmpos_vllm.sections import BLOCK, IntArray, Sections, qk_channels
 
 __all__ = ["install_cache", "permute_qk"]
 
 Weights = Mapping[str, Tensor]
 NamedWeights = Iterable[tuple[str, Tensor]]
-Fused = Literal["stacked", "grouped"]
 
 PROJECTION = re.compile(
-    r"(?P<layer>(?:.*\.)?)(?P<part>(?P<role>q|k|qkv)_proj|(?P<norm>q|k|query|key)_(?:layer)?norm)\.(?P<leaf>.+)"
+    r"(?P<layer>(?:.*\.)?)(?P<role>[qk](?=_proj)|(?:q|k|query|key)(?=_(?:layer)?norm))_"
+    r"(?P<part>proj|(?:layer)?norm)\.(?P<leaf>.+)"
 )
 TOWER = re.compile(r"(^|[._])(visual|vision|vit|image|video|audio|encoder|talker|code2wav)")
 LEAF = re.compile(
@@ -43,10 +43,6 @@ OTHERS = re.compile(
 
 
 class _Options(TypedDict, total=False):
-    num_heads: int | None
-    num_kv_heads: int | None
-    fused: Fused
-    names: str | None
     norms: str | None
     leave: str | None
     inverse: bool
@@ -64,31 +60,22 @@ def permute_qk(
     weights: Weights | NamedWeights,
     rotary: Rotary,
     *,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    fused: Fused = "stacked",
-    names: str | None = None,
     norms: str | None = None,
     leave: str | None = None,
     inverse: bool = False,
 ) -> dict[str, Tensor] | Iterator[tuple[str, Tensor]]:
     """Sort the channels of q and k in a checkpoint by the axis that rotates them, as ``Sections`` requires.
 
-    Within each head, this sorts the rows of q_proj, of k_proj, and of q and k in qkv_proj, together with their biases,
-    the weights of the norms of q and k (q_norm, q_layernorm, query_layernorm and the same for k), per-row scales, and
-    LoRA's B. Other tensors that may hold channels of q or k, judging by their names or because they are next to q_proj
-    and not a known part of attention, are refused unless ``norms`` or ``leave`` matches them. All other tensors are
-    passed through unchanged. A checkpoint does not show whether it is sorted, so permute it once and save the result
-    under another name.
+    Within each head, this sorts the rows of q_proj and k_proj together with their biases, the weights of the norms of q
+    and k (q_norm, q_layernorm, query_layernorm and the same for k), per-row scales, and LoRA's B. Other tensors that
+    may hold channels of q or k, judging by their names (such as qkv_proj) or because they are next to q_proj and not a
+    known part of attention, are refused unless ``norms`` or ``leave`` matches them. All other tensors, and those of
+    vision, audio and video towers, which have other rotations, are passed through unchanged. A checkpoint does not show
+    whether it is sorted, so permute it once and save the result under another name.
 
     Args:
         weights: mapping from names to tensors, or (name, tensor) pairs as engines load them; a whole model or adapter.
         rotary: rotation of the trained model; it defines head_dim, pairing and allocation.
-        num_heads: number of q heads; required only for qkv_proj.
-        num_kv_heads: number of k and v heads; required only for qkv_proj.
-        fused: order of rows in qkv_proj: "stacked" is q, k, v; "grouped" is q, k, v per kv head (HunyuanImage-3.0).
-        names: regular expression that names of tensors to sort must contain; None selects all names outside vision,
-            audio and video towers, which have other rotations.
         norms: regular expression for the names of additional norms or scales over channels of q or k, which are then
             sorted as well.
         leave: regular expression for the names of tensors that are passed through unchanged.
@@ -105,8 +92,7 @@ def permute_qk(
     """
     channels = qk_channels(rotary)
     channels = np.argsort(channels) if boolean("inverse", inverse) else channels
-    patterns = (_pattern(name, pattern) for name, pattern in (("names", names), ("norms", norms), ("leave", leave)))
-    permutation = _Permutation(channels, _sorted_heads(num_heads, num_kv_heads, fused), *patterns)
+    permutation = _Permutation(channels, _pattern("norms", norms), _pattern("leave", leave))
     source: object = weights
     if isinstance(source, str | bytes) or not isinstance(source, Iterable):
         raise InvalidInputError(f"weights: got {type(weights).__name__}, want a mapping, or (name, tensor) pairs")
@@ -119,16 +105,11 @@ class _Permutation:
 
     Args:
         channels: (head_dim,) old channel for each new channel of a head.
-        sorted_heads: (heads,) 1 for the heads of a fused qkv that are sorted, else 0; None if the numbers of heads are
-            unknown.
-        names: pattern for the names to sort; None selects all except towers.
         norms: pattern for the names of additional norms.
         leave: pattern for the names to pass through.
     """
 
     channels: IntArray
-    sorted_heads: IntArray | None
-    names: re.Pattern[str] | None
     norms: re.Pattern[str] | None
     leave: re.Pattern[str] | None
 
@@ -136,20 +117,18 @@ class _Permutation:
         seen = _Seen()
         for name, tensor in weights:
             match = PROJECTION.fullmatch(name)
-            if not self._wanted(name):
+            if TOWER.search(name) or (self.leave is not None and self.leave.search(name)):
                 yield name, tensor
             elif self.norms is not None and self.norms.search(name):
                 seen.counterparts[name] = name
-                yield name, self._permuted(name, tensor, "weight", "norm", norm=True)
+                yield name, self._permuted(name, tensor, "weight", norm=True)
             elif match is None:
                 self._record(name, tensor, seen)
                 yield name, tensor
             else:
-                role = match["role"] or match["norm"][0]
+                permuted = self._permuted(name, tensor, match["leaf"], norm=match["part"] != "proj")
                 # An adapter may change only q.
-                counterpart = _counterpart(match) if match["leaf"] == "weight" and role != "qkv" else name
-                permuted = self._permuted(name, tensor, match["leaf"], role, norm=match["norm"] is not None)
-                seen.counterparts[name] = counterpart
+                seen.counterparts[name] = _counterpart(match) if match["leaf"] == "weight" else name
                 seen.rows[name] = len(permuted) if permuted.dim() else 1
                 seen.blocks.add(match["layer"])
                 yield name, permuted
@@ -165,12 +144,7 @@ class _Permutation:
                 raise _unknown(name, shape)
             seen.others[name] = shape
 
-    def _wanted(self, name: str) -> bool:
-        if self.leave is not None and self.leave.search(name):
-            return False
-        return TOWER.search(name) is None if self.names is None else self.names.search(name) is not None
-
-    def _permuted(self, name: str, tensor: Tensor, leaf: str, role: str, norm: bool) -> Tensor:
+    def _permuted(self, name: str, tensor: Tensor, leaf: str, norm: bool) -> Tensor:
         if not isinstance(tensor, Tensor):
             raise InvalidInputError(f"{name}: got {type(tensor).__name__}, want a tensor")
         if tensor.numel() == 1 or UNCHANGED.fullmatch(leaf):
@@ -179,25 +153,12 @@ class _Permutation:
         if packed or (leaf == "weight_scale" and tensor.shape[1:].numel() > 1):
             got = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise UnsupportedError(f"{name}: got {got}, want weights with a row per channel; permute before quantising")
-        along = -1 if norm else 0  # norms may have a row per head
-        index = torch.from_numpy(self._rows(name, tensor.shape[along], role)).to(tensor.device)
-        return tensor[..., index] if norm else tensor[index]
-
-    def _rows(self, name: str, rows: int, role: str) -> IntArray:
-        head_dim = self.channels.size
-        heads = rows // head_dim
+        rows, head_dim = tensor.shape[-1 if norm else 0], self.channels.size  # norms may have a row per head
         if rows % head_dim:
             raise InvalidInputError(f"{name}: got {rows} rows, want a multiple of head_dim {head_dim}")
-        order = np.broadcast_to(self.channels, (heads, head_dim))
-        if role == "qkv":
-            if self.sorted_heads is None:
-                raise InvalidInputError(f"{name} requires num_heads and num_kv_heads to separate q, k and v")
-            if heads != self.sorted_heads.size:
-                raise InvalidInputError(
-                    f"{name}: got {rows} rows, want {self.sorted_heads.size * head_dim} for q, k and v"
-                )
-            order = np.where(self.sorted_heads[:, None], order, np.arange(head_dim))
-        return (order + head_dim * np.arange(heads)[:, None]).ravel()
+        order = self.channels + head_dim * np.arange(rows // head_dim)[:, None]
+        index = torch.from_numpy(order.ravel()).to(tensor.device)
+        return tensor[..., index] if norm else tensor[index]
 
 
 @dataclass(frozen=True)
@@ -221,9 +182,7 @@ class _Seen:
 
     def check(self) -> None:
         if not self.counterparts:
-            raise InvalidInputError(
-                "weights: got no q_proj, k_proj or qkv_proj of a language model, want at least one; see names"
-            )
+            raise InvalidInputError("weights: got no q_proj or k_proj of a language model, want at least one")
         for name, other in self.counterparts.items():
             if other not in self.counterparts:
                 raise InvalidInputError(f"weights: got {name} without {other}, want both")
@@ -242,28 +201,14 @@ class _Seen:
 def _counterpart(match: re.Match[str]) -> str:
     """Return the name of the k tensor for a q tensor, or of the q tensor for a k tensor."""
     other = {"q": "k", "k": "q", "query": "key", "key": "query"}
-    role, rest = match["part"].split("_", 1)
-    return f"{match['layer']}{other[role]}_{rest}.{match['leaf']}"
+    return f"{match['layer']}{other[match['role']]}_{match['part']}.{match['leaf']}"
 
 
 def _unknown(name: str, shape: tuple[int, ...]) -> InvalidInputError:
     return InvalidInputError(
-        f"{name}: got an unknown tensor of shape {shape}, which may hold channels of q or k; pass norms= to sort it "
-        "like a norm, or leave= if its channels are not rotated"
+        f"{name}: got an unknown tensor of shape {shape}, which may hold channels of q or k; split it if it holds "
+        "both, pass norms= to sort it like a norm, or leave= if its channels are not rotated"
     )
-
-
-def _sorted_heads(num_heads: int | None, num_kv_heads: int | None, fused: str) -> IntArray | None:
-    """Return a (heads,) array with 1 for each head of q and k in a fused qkv, and 0 for each head of v."""
-    one_of("fused", fused, ("stacked", "grouped"))
-    if num_heads is None and num_kv_heads is None:
-        return None
-    kv = integer("num_kv_heads", num_kv_heads, minimum=1)
-    q = integer("num_heads", num_heads, minimum=kv)
-    if q % kv:
-        raise InvalidInputError(f"num_heads: got {q}, want a multiple of num_kv_heads {kv}")
-    stacked = [1] * (q + kv) + [0] * kv
-    return np.array(stacked if fused == "stacked" else ([1] * (q // kv + 1) + [0]) * kv, np.int64)
 
 
 def _pattern(name: str, pattern: str | None) -> re.Pattern[str] | None:

@@ -1,22 +1,24 @@
-"""Positions of a vLLM request: segments built from spans and grids, and the three rows of ids for vLLM."""
+"""Positions for vLLM: the segments of a request from the spans and grids of its features, and its rows of ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.sections import Sections, request_positions
+from mmpos.integrations.request_ids import request_ids
 from mmpos.positions.place import place
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import boolean, host_array, int_array, integer
 from mmpos.support.ragged import true_runs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["check_apart", "mrope_input_positions", "request_segments"]
 
@@ -182,25 +184,22 @@ def mrope_input_positions(
     mm_features: Sequence[Feature],
     *,
     scheme: str | Scheme,
-    sections: Sections,
     spatial_merge_size: int,
-    max_new_tokens: int = 0,
     strict: bool | None = None,
     row_separator: bool = False,
 ) -> tuple[Tensor, int]:
     """Return the ids and the delta for a prompt, like ``SupportsMRoPE.get_mrope_input_positions``.
 
     vLLM slices the ids for chunks and cached prefixes, and assigns the id i + delta to each token i after the prompt.
-    An exception in a vLLM worker stops the engine and all its requests. To refuse a request safely, call this function
-    with ``max_new_tokens`` when the request arrives.
+    With two axes, the three rows are row, row, column. vLLM does not compare ids with the number of rows of its cos/sin
+    cache. An exception in a vLLM worker stops the engine and all its requests, so call this function when the request
+    arrives to refuse a request safely.
 
     Args:
         input_tokens: tokens of the prompt; only their number is used.
         mm_features: vLLM's features of the request; see ``request_segments``.
         scheme: a name from mmpos.SCHEMES or a scheme object.
-        sections: layout of vLLM's rotation.
         spatial_merge_size: side, in patches, of the square merged into one token.
-        max_new_tokens: maximum number of generated tokens.
         strict: whether to raise an error for two images without text between them; None uses the scheme's default.
         row_separator: whether every row of a grid ends with an extra token that belongs to the span.
 
@@ -209,10 +208,10 @@ def mrope_input_positions(
 
     Raises:
         InvalidInputError: the span of a feature does not match its grid, images are adjacent, or an id is negative.
-        UnsupportedError: ids may be fractions, the scheme has no next position, or the scheme cannot place a segment.
-        LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
+        UnsupportedError: ids may be fractions, the scheme has no next position or more than three axes, or it cannot
+            place a segment.
     """
     segments = request_segments(
         len(input_tokens), mm_features, spatial_merge_size=spatial_merge_size, row_separator=row_separator
     )
-    return request_positions(place(segments, scheme, strict=strict), sections, max_new_tokens=max_new_tokens)
+    return request_ids(place(segments, scheme, strict=strict))

@@ -9,9 +9,9 @@ __all__ = ["ARCHITECTURES", "register"]
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
-        "MMPosQwen2VLForConditionalGeneration": "mmpos.integrations.vllm.models:PlacedQwen2VL",
-        "MMPosQwen2_5_VLForConditionalGeneration": "mmpos.integrations.vllm.models:PlacedQwen25VL",
-        "MMPosQwen3VLForConditionalGeneration": "mmpos.integrations.vllm.models:PlacedQwen3VL",
+        "MMPosQwen2VLForConditionalGeneration": "mmpos_vllm.models:PlacedQwen2VL",
+        "MMPosQwen2_5_VLForConditionalGeneration": "mmpos_vllm.models:PlacedQwen25VL",
+        "MMPosQwen3VLForConditionalGeneration": "mmpos_vllm.models:PlacedQwen3VL",
     }
 )
 """Module and class of each architecture."""

@@ -1,4 +1,4 @@
-"""Contiguous M-RoPE sections: the layout of a rotation in an engine, and the ids for requests, windows and drafts."""
+"""Contiguous M-RoPE sections: the layout of a rotation in an engine, and the ids of requests and windows."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mmpos import PositionTable
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.positions.table import PositionTable
-from mmpos.positions.table_rows import FIRST_TOKEN
-from mmpos.rotary.apply import cos_sin
-from mmpos.rotary.config import Rotary
-from mmpos.support.checks import INT32_MAX, IntArray, boolean, counted, first_bad, int_array, integer
+from mmpos.rotary import Rotary, cos_sin
+from mmpos_vllm.checks import INT32_MAX, boolean, integer
 
-__all__ = [
-    "Sections",
-    "draft_positions",
-    "pair_order",
-    "qk_channels",
-    "request_positions",
-    "window_positions",
-]
+__all__ = ["Sections", "pair_order", "qk_channels", "request_positions", "window_positions"]
+
+IntArray = npt.NDArray[np.int64]
+"""Indices of pairs or channels, and ids."""
 
 BLOCK = 1 << 14
 """Number of cache rows computed at a time."""
@@ -106,7 +100,7 @@ class Sections:
 
     def __post_init__(self) -> None:
         _check_rotary(self.rotary)
-        maximum = integer("max_position", self.max_position, minimum=1, maximum=INT32_MAX + 1)
+        maximum = integer("max_position", self.max_position, 1, INT32_MAX + 1)
         object.__setattr__(self, "max_position", maximum)
         object.__setattr__(self, "permuted", boolean("permuted", self.permuted))
         if self.rotary.axes > len(ROWS):
@@ -181,19 +175,15 @@ class Sections:
         return cache
 
 
-def request_positions(
-    positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0, computed: int = 0
-) -> tuple[Tensor, int]:
+def request_positions(positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0) -> tuple[Tensor, int]:
     """Return the ids of a prompt and the delta of the tokens generated after it.
 
     If token i of the request, counted from 0, comes after the prompt, the engine assigns it the id i + delta.
 
     Args:
-        positions: one document: the prompt, or the rest of the prompt after a cached prefix, placed with ``start``
-            equal to the cursor of the prefix.
+        positions: the prompt, as one document.
         sections: layout of the engine's rotation.
         max_new_tokens: maximum number of generated tokens, including drafts.
-        computed: number of tokens in the request before this document.
 
     Returns:
         (3, tokens) int64 ids in a new tensor, and the delta.
@@ -206,9 +196,8 @@ def request_positions(
     """
     _check_table(positions, sections)
     if positions.num_documents != 1:
-        raise InvalidInputError(f"positions: got {counted(positions.num_documents, 'document')}, want 1")
-    new = integer("max_new_tokens", max_new_tokens, minimum=0)
-    before = integer("computed", computed, minimum=0)
+        raise InvalidInputError(f"positions: got {positions.num_documents} documents, want 1")
+    new = integer("max_new_tokens", max_new_tokens, 0)
     cursor = int(positions.next_positions[0])
     ids = _checked_ids(positions, sections, np.zeros(1, np.int64))
     if cursor + new > sections.max_position:
@@ -216,7 +205,7 @@ def request_positions(
             f"documents[0]: got cursor {cursor} plus max_new_tokens {new}, want at most max_position "
             f"{sections.max_position}, the rows of the cos/sin cache"
         )
-    return torch.from_numpy(ids), cursor - positions.num_tokens - before
+    return torch.from_numpy(ids), cursor - positions.num_tokens
 
 
 def window_positions(
@@ -228,47 +217,21 @@ def window_positions(
 ) -> Tensor:
     """Return the ids of one step, a set of windows of requests: chunked prefill, cached prefixes, drafts.
 
+    A tree of drafts is one window per draft: drafts of the same depth begin at the same token, and share an id.
+
     Args:
         positions: one document per request, from its first token.
         sections: layout of the engine's rotation.
         documents: (windows,) index of each window's request, in any order.
         starts: (windows,) number of tokens in the request that are already computed.
-        lengths: (windows,) number of scheduled tokens; tokens past the prompt are generated tokens or a chain of
-            drafts.
+        lengths: (windows,) number of scheduled tokens; tokens past the prompt are generated tokens or drafts.
 
     Returns:
         (3, sum of lengths) int64 ids of the concatenated windows; a new tensor.
     """
     _check_table(positions, sections)
-    documents = int_array("documents", documents, (None,))
     window = positions.window(documents, starts, lengths)
-    return torch.from_numpy(_checked_ids(window, sections, documents))
-
-
-def draft_positions(
-    positions: PositionTable, sections: Sections, start: int, depths: npt.ArrayLike, document: int = 0
-) -> Tensor:
-    """Return the ids of a draft tree that follows a request; drafts of the same depth share an id.
-
-    Args:
-        positions: one document per request, from its first token.
-        sections: layout of the engine's rotation.
-        start: number of tokens in the request before the root of the tree; at least the length of the prompt.
-        depths: (drafts,) depth of each draft; 0 for the root.
-        document: index of the request.
-
-    Returns:
-        (3, drafts) int64 ids; a new tensor.
-    """
-    _check_table(positions, sections)
-    document = integer("document", document, minimum=0, maximum=positions.num_documents - 1)
-    length = int(positions.lengths[document])
-    start = integer("start", start, minimum=length, maximum=INT32_MAX)
-    depths = int_array("depths", depths, (None,))
-    first_bad("depths", depths, minimum=0, maximum=INT32_MAX)
-    ids = int(positions.next_positions[document]) + (start - length) + depths
-    _check_ids(ids[None], np.array([document]), np.array([0]), sections)
-    return torch.from_numpy(ids).repeat(3, 1)
+    return torch.from_numpy(_checked_ids(window, sections, np.asarray(documents)))
 
 
 def _check_table(positions: PositionTable, sections: Sections) -> None:
@@ -277,9 +240,7 @@ def _check_table(positions: PositionTable, sections: Sections) -> None:
     if not isinstance(sections, Sections):
         raise InvalidInputError(f"sections: got {type(sections).__name__}, want Sections")
     if positions.axes != sections.rotary.axes:
-        raise InvalidInputError(
-            f"positions: got {counted(positions.axes, 'axis')}, want {sections.rotary.axes} as in rotary"
-        )
+        raise InvalidInputError(f"positions: got {positions.axes} axes, want {sections.rotary.axes} as in rotary")
     if positions.fractional:
         raise UnsupportedError(
             f"positions: got scheme {positions.scheme!r}, whose ids may be fractions, want integers; an id is a row of "
@@ -290,25 +251,20 @@ def _check_table(positions: PositionTable, sections: Sections) -> None:
 
 
 def _checked_ids(positions: PositionTable, sections: Sections, owners: IntArray) -> IntArray:
+    """Return the ids of a table; raise an error unless all are rows of the cache, naming the owner of the document."""
     ids = positions.dense(dtype=np.int64, axes=sections.rows)
-    full = np.flatnonzero(positions.lengths)
-    _check_ids(ids, owners[full], positions.documents[FIRST_TOKEN][full], sections)
-    return ids
-
-
-def _check_ids(ids: IntArray, owners: IntArray, firsts: IntArray, sections: Sections) -> None:
-    """Raise an error unless all ids are rows of the cache; the tokens of owner i begin at ``firsts[i]``."""
     if not ids.size or (ids.min() >= 0 and ids.max() < sections.max_position):
-        return
+        return ids
+    full = np.flatnonzero(positions.lengths)
+    firsts = positions.cu_seqlens[full]
     low = np.minimum.reduceat(ids, firsts, axis=1).min(axis=0)
     high = np.maximum.reduceat(ids, firsts, axis=1).max(axis=0)
-    if low.min() < 0:
-        w = int((low < 0).argmax())
+    w = int(((low < 0) | (high >= sections.max_position)).argmax())
+    if low[w] < 0:
         raise InvalidInputError(
-            f"documents[{owners[w]}]: got id {low[w]}, want >= 0; ids are rows of the cos/sin cache"
+            f"documents[{owners[full[w]]}]: got id {low[w]}, want >= 0; ids are rows of the cos/sin cache"
         )
-    w = int((high >= sections.max_position).argmax())
     raise LimitExceededError(
-        f"documents[{owners[w]}]: got id {high[w]}, want < max_position {sections.max_position}, the rows of the "
+        f"documents[{owners[full[w]]}]: got id {high[w]}, want < max_position {sections.max_position}, the rows of the "
         "cos/sin cache"
     )

@@ -1,32 +1,35 @@
-"""ServedModel: the positions with which vLLM serves a checkpoint, read from the ``mmpos`` part of its config."""
+"""ServedModel: the positions with which vLLM serves a checkpoint, read from its config; and refused engine configs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mmpos import Grid, SegmentTable, Text, place
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.sections import Sections, request_positions
-from mmpos.positions.place import place
 from mmpos.rotary import Rotary
-from mmpos.rotary.hf_config import read_field
 from mmpos.schemes import Scheme, get_scheme
-from mmpos.segments.kinds import Grid, Text
-from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import boolean, integer, one_of
+from mmpos_vllm.checks import boolean, integer, one_of
+from mmpos_vllm.sections import Sections, request_positions
 
-__all__ = ["IDS_PER_TOKEN", "ServedModel", "mmpos_options"]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["IDS_PER_TOKEN", "ServedModel", "check_engine", "mmpos_options"]
 
 IDS_PER_TOKEN = 3
 """Maximum number of ids per token in schemes with two axes: an image consumes at most (h+1)(w+1) − 1 <= 3hw ids."""
+
+NO_DRAFT_MODEL = ("ngram", "suffix")
+"""Speculative decoding methods without a draft model; vLLM derives the cache slots of draft models from ids."""
 
 KEYS = ("scheme", "allocation", "precision", "permuted")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them from the model's config.
+    """Scheme, sections and merge size of a model with two axes; ``from_config`` reads them from its config.
 
     Args:
         scheme: scheme of the model.
@@ -39,19 +42,6 @@ class ServedModel:
     sections: Sections
     spatial_merge_size: int
     permute: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scheme", get_scheme(self.scheme))
-        if not isinstance(self.sections, Sections):
-            raise InvalidInputError(f"sections: got {type(self.sections).__name__}, want a Sections")
-        merge = integer("spatial_merge_size", self.spatial_merge_size, minimum=1)
-        object.__setattr__(self, "spatial_merge_size", merge)
-        if boolean("permute", self.permute) and not self.sections.permuted:
-            raise InvalidInputError("permute: got True, want False for sections that are not permuted")
-        if self.scheme.axes != 2:
-            raise UnsupportedError(f"scheme: got {self.scheme.name!r} with {self.scheme.axes} axes, want two axes")
-        probe = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])
-        request_positions(place(probe, self.scheme), self.sections)  # raises an error if no request could be served
 
     @classmethod
     def from_config(cls, config: object, max_model_len: int) -> ServedModel:
@@ -77,36 +67,62 @@ class ServedModel:
         allocation = one_of("config.mmpos.allocation", options.get("allocation", "interleaved"), names)
         precision = options.get("precision", "exact")
         rotary = Rotary.from_hf_config(config, axes=2, allocation=allocation, precision=precision)
-        rows = IDS_PER_TOKEN * integer("max_model_len", max_model_len, minimum=1)
+        rows = IDS_PER_TOKEN * integer("max_model_len", max_model_len, 1)
         sections = Sections(rotary, max_position=rows, permuted=allocation == "interleaved")
         if permuted and not sections.permuted:
             raise InvalidInputError(
                 "config.mmpos.permuted: got True for allocation 'split', want False: 'split' needs no permutation"
             )
         _check_sections(config, sections)
-        merge = read_field(read_field(config, "vision_config"), "spatial_merge_size")
-        return cls(
-            get_scheme(options["scheme"]),
-            sections,
-            integer("config.vision_config.spatial_merge_size", merge, minimum=1),
-            permute=sections.permuted and not permuted,
-        )
+        scheme = get_scheme(options["scheme"])
+        if scheme.axes != 2:
+            raise UnsupportedError(f"scheme: got {scheme.name!r} with {scheme.axes} axes, want two axes")
+        probe = SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(1)]])
+        request_positions(place(probe, scheme), sections)  # raises an error if no request could be served
+        merge = _read(_read(config, "vision_config"), "spatial_merge_size")
+        merge = integer("config.vision_config.spatial_merge_size", merge, 1)
+        return cls(scheme, sections, merge, permute=sections.permuted and not permuted)
 
 
 def mmpos_options(config: object) -> Mapping[str, Any]:
     """Return the ``mmpos`` mapping in a config."""
-    options = read_field(config, "mmpos")
+    options = _read(config, "mmpos")
     if not isinstance(options, Mapping) or "scheme" not in options:
         raise InvalidInputError(f"config.mmpos: got {options!r}, want a mapping with scheme")
     return options
 
 
+def _read(config: object, name: str) -> Any:
+    """Return a field of an object or mapping, or None if it is missing."""
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
 def _check_sections(config: object, sections: Sections) -> None:
     """Check the config's mrope_section, from which vLLM sizes its buffers and enables M-RoPE."""
-    text = read_field(config, "text_config") or config
-    rope = read_field(text, "rope_parameters") or read_field(text, "rope_scaling")
-    got, want = read_field(rope, "mrope_section"), list(sections.mrope_section)
+    text = _read(config, "text_config") or config
+    rope = _read(text, "rope_parameters") or _read(text, "rope_scaling")
+    got, want = _read(rope, "mrope_section"), list(sections.mrope_section)
     if got is None or list(got) != want:
         raise InvalidInputError(f"rope_parameters.mrope_section: got {got}, want {want} for config.mmpos")
-    if read_field(rope, "mrope_interleaved"):
+    if _read(rope, "mrope_interleaved"):
         raise InvalidInputError("rope_parameters.mrope_interleaved: got True, want False; sections are contiguous")
+
+
+def check_engine(vllm_config: VllmConfig, *, permute: bool) -> None:
+    """Raise UnsupportedError for configs that vLLM would silently serve with wrong ids, weights or limits."""
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in NO_DRAFT_MODEL:
+        raise UnsupportedError(
+            f"speculative_config.method: got {speculative.method!r}, want {' or '.join(NO_DRAFT_MODEL)}; vLLM derives "
+            "the cache slots of a draft model from ids, but ids are not token indices here"
+        )
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal.enable_mm_embeds:
+        raise UnsupportedError("enable_mm_embeds: got True, want False; video embeddings would bypass the limits")
+    if multimodal.is_multimodal_pruning_enabled():
+        raise UnsupportedError("multimodal pruning: got enabled, want disabled, because pruning computes its own ids")
+    if permute and vllm_config.lora_config is not None:
+        raise UnsupportedError("lora_config: got one, want none, or a permuted checkpoint and permuted adapters")
+    if permute and vllm_config.quant_config is not None:
+        got = type(vllm_config.quant_config).__name__
+        raise UnsupportedError(f"quant_config: got {got}, want none, or weights permuted before quantisation")

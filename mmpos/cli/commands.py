@@ -34,7 +34,6 @@ _ORDER = (
     "conformance",
     "plot",
     "explore",
-    "compare",
     "probe",
     "explain",
     "schemes",

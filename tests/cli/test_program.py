@@ -216,7 +216,6 @@ COMPLETIONS = [
     ("mmpos positions 3 -s rope-tie-", ["rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm"]),
     ("mmpos remote positions 3 --scheme mrope-q", ["mrope-qwen2.5", "mrope-qwen3"]),
     ("mmpos plot attention 3 --allocation s", ["split", "sections"]),
-    ("mmpos compare ali", ["alibi"]),
     ("mmpos check ids.npy --padding l", ["left"]),
     ("mmpos preprocess x -f ch", ["chat"]),
     ("mmpos bench pos", ["positions"]),

@@ -73,6 +73,31 @@ def test_every_encoding_returns_the_shapes_of_its_base_class() -> None:
         assert {array.dtype for array in results} == {np.dtype(np.float64)}
 
 
+def rows(encoding: Any, positions: Any) -> Any:
+    """Return a vector for each position: a row of a table, rotated ones, or the biases towards a key at 0."""
+    if isinstance(encoding, AdditiveTable):
+        return encoding.table(positions[0])
+    if isinstance(encoding, AttentionBias):
+        return encoding.bias(positions[0], [0])[..., 0].T
+    return encoding.rotate(np.ones((positions.shape[1], *encoding.shape)), positions).reshape(positions.shape[1], -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [(name, None) for name in ENCODINGS if name not in ("clipped-relative", "t5-buckets", "nope", "hope")]
+    # Clipped and bucketed distances share a bias, NoPE has none, and HoPE does not distinguish times.
+    + [("clipped-relative", (16, 17)), ("t5-buckets", (8, 9)), ("nope", (0, 1)), ("hope", (0, 36))],
+)
+def test_256_positions_are_distinguished_unless_they_are_clipped_bucketed_or_ignored(name: str, same: Any) -> None:
+    encoding: Any = ENCODINGS[name]()
+    axes = encoding.axes if isinstance(encoding, Rotation) else 1
+    assert axes == {"rope-2d": 2, "rope-nd": 3, "hope": 3, "mhrope": 3}.get(name, 1)
+    table = rows(encoding, np.indices((round(256 ** (1 / axes)),) * axes).reshape(axes, -1))
+    first: dict[bytes, int] = {}
+    pairs = [(first.setdefault(row.tobytes(), i), i) for i, row in enumerate(table.round(9) + 0.0)]
+    assert next(((i, j) for i, j in pairs if i < j), None) == same
+
+
 # Tables
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from tokenize import TokenError  # numpy parses headers with it
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +36,6 @@ from mmpos.support.program import DIFFERENT, STDIN, read_input, write_output
 
 if TYPE_CHECKING:
     from mmpos.analysis.diagnosis import Diagnosis
-    from mmpos.analysis.plot.picture import Picture
     from mmpos.integrations.models.settings import ModelSettings
     from mmpos.rotary import Rotary
 
@@ -144,7 +143,7 @@ def _json(diagnosis: Diagnosis) -> str:
     return report.json_lines(values)
 
 
-plot = group("plot", "Draw ids, attention, phase errors or growth, as .png, .svg or .pdf.")
+plot = group("plot", "Draw ids or attention, as .png, .svg or .pdf.")
 
 Output = Annotated[
     Path,
@@ -239,37 +238,16 @@ def attention(
     _write(output, lambda path: plot_attention(kernels, path))
 
 
-@plot.command()
-def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0) -> None:
-    """Draw phase errors against id, for float32 angles, Transformers and integer turns."""
-    from mmpos.analysis.plot import plot_phase_error
-    from mmpos.rotary import Rotary
-
-    rotary = Rotary(head_dim, theta, axes=1)
-    _write(output, lambda path: plot_phase_error(rotary, path))
-
-
-@plot.command()
-def growth(
-    output: Output,
-    scheme: Annotated[
-        list[str] | None, scheme_option("all with a next position", "Repeat to compare several. ")
-    ] = None,
-) -> None:
-    """Draw how many ids an image consumes against its number of patches, for squares and one-row strips."""
-    from mmpos.analysis.plot import plot_growth
-
-    schemes = [make_scheme(name) for name in scheme] if scheme else None
-    _write(output, lambda path: plot_growth(schemes, path))
-
-
-def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
+def _write(output: Path, draw: Callable[[Path], object]) -> None:
     """Save a plot and print the file's name, or write a .png to standard output."""
-    if output == Path(STDIN):
-        write_output(draw(None).png())
-    else:
+    if output != Path(STDIN):
         draw(output)
         typer.echo(output)
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "plot.png"
+        draw(path)
+        write_output(path.read_bytes())
 
 
 def _placed(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[Placed]:

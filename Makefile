@@ -77,7 +77,7 @@ proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 baseline: $(VENV)/dev  ## record the protocol of a release, which later versions must not break
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
 
-vectors: $(VENV)/dev  ## write the cases of mmpos conformance, from the oracle and from Transformers
+vectors: $(VENV)/dev  ## write the conformance cases, from the oracle and from Transformers
 	PYTHONPATH=tests/helpers:tests/oracles:tests/integrations $(BIN)/python tests/helpers/conformance_vectors.py
 
 bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results/MACHINE

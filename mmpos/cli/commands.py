@@ -31,7 +31,6 @@ _ORDER = (
     "demo",
     "positions",
     "check",
-    "conformance",
     "plot",
     "explore",
     "probe",

@@ -293,7 +293,7 @@ def test_the_help_is_printed_without_arguments() -> None:
 def test_help_lists_the_commands_in_a_fixed_order() -> None:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")).partition("Commands")[2].splitlines()
     assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == [
-        "demo", "positions", "check", "conformance", "plot", "explore", "explain", "schemes",
+        "demo", "positions", "check", "plot", "explore", "explain", "schemes",
         "info", "serve", "remote", "preprocess", "data", "bench",
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The vectors of mmpos.analysis.conformance, computed by the oracle and Transformers' own functions, never by mmpos.
+"""The conformance vectors, computed by the oracle and Transformers' own functions, never by mmpos.
 
 ``make vectors`` rewrites them and their manifest in mmpos/analysis/conformance/vectors. Settings that mmpos reads from
 configs only select the inputs: the token ids of a row.

@@ -26,7 +26,7 @@ from mmpos.segments.kinds import Segment
 
 ROOT = Path(__file__).parents[2]
 READER = ROOT / "tests" / "foreign" / "conformance" / "reader.py"
-VECTORS = ROOT / "mmpos" / "analysis" / "conformance" / "vectors"
+VECTORS = ROOT / "tests" / "golden" / "conformance"
 SCHEMA = json.loads((VECTORS / "schema.json").read_bytes())
 ASKED = {"prefill", "chunk", "decode", "draft", "pruned", "padded", "packed", "rotation"}
 
@@ -220,8 +220,7 @@ def test_the_schema_refuses_an_invalid_line(field: str, value: object) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/conformance.md", "CHANGELOG.md"])
 def test_pages_state_the_number_of_cases(page: str) -> None:
-    count = sum(len(group["cases"]) for group in GROUPS)
-    assert f" {count:,} cases" in (ROOT / page).read_text(encoding="utf-8")
+    assert f" {sum(len(group['cases']) for group in GROUPS):,} cases" in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_a_reader_of_59_lines_agrees_without_mmpos_and_refuses_a_damaged_file(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 baseline: $(VENV)/dev  ## record the protocol of a release, which later versions must not break
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
 
-vectors: $(VENV)/dev  ## write the cases of mmpos conformance, from the oracle and from Transformers
+vectors: $(VENV)/dev  ## write the conformance cases, from the oracle and from Transformers
 	PYTHONPATH=tests/helpers:tests/oracles:tests/integrations $(BIN)/python tests/helpers/conformance_vectors.py
 
 bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results/MACHINE
@@ -86,8 +86,9 @@ bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results/M
 	    $(BIN)/mmpos bench $$suite --peers --malloc $$malloc --json benchmarks/results/$(MACHINE)/$$suite-$$malloc.json || exit; \
 	done; done
 
-tables: $(VENV)/dev  ## rewrite the tables of figures and models in the pages
+tables: $(VENV)/dev  ## rewrite the tables of figures, models and properties in the pages
 	$(BIN)/python benchmarks/fill_tables.py
+	$(BIN)/python tests/helpers/scheme_properties.py
 
 docs: $(VENV)/docs  ## build the site in build/site; SERVE=1 serves it on this machine
 	PYTHONPATH=docs/extension $(BIN)/zensical $(if $(SERVE),serve,build --strict --clean)

@@ -1,6 +1,6 @@
-"""The vectors of mmpos.analysis.conformance, computed by the oracle and Transformers' own functions, never by mmpos.
+"""The conformance vectors, computed by the oracle and Transformers' own functions, never by mmpos.
 
-``make vectors`` rewrites them and their manifest in mmpos/analysis/conformance/vectors. Settings that mmpos reads from
+``make vectors`` rewrites them and their manifest in tests/golden/conformance. Settings that mmpos reads from
 configs only select the inputs: the token ids of a row.
 """
 
@@ -51,7 +51,7 @@ from mmpos.schemes.base import changed_parameters
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
-VECTORS = Path(__file__).parents[2] / "mmpos" / "analysis" / "conformance" / "vectors"
+VECTORS = Path(__file__).parents[1] / "golden" / "conformance"
 
 Json = dict[str, Any]
 Rows = list[list[Any]]

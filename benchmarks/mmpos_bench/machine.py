@@ -21,8 +21,8 @@ MALLOCS = ("default", "tuned")
 them.
 """
 
-_TUNED = {"mmap_threshold": (-3, 32 * 2**20), "trim_threshold": (-1, 256 * 2**20), "arena_max": (-8, 4)}
-"""Name of each tuned setting in GLIBC_TUNABLES, its number in glibc's malloc.h, and its value."""
+TUNED = {"MALLOC_MMAP_THRESHOLD_": (-3, 2**25), "MALLOC_TRIM_THRESHOLD_": (-1, 2**28), "MALLOC_ARENA_MAX": (-8, 4)}
+"""Environment variable of each tuned setting, its number in glibc's malloc.h, and its value."""
 
 _PACKAGES = (
     *("numpy", "torch", "torchvision", "triton", "pillow", "transformers", "diffusers", "timm"),
@@ -76,9 +76,9 @@ def set_malloc(setting: str) -> None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         raise UnsupportedError(f"malloc: got {setting!r}, want 'default': only glibc can be tuned")
-    for name, value in _TUNED.values():
-        library.mallopt(name, value)
-    os.environ["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{name}={value}" for name, (_, value) in _TUNED.items())
+    for variable, (number, value) in TUNED.items():
+        library.mallopt(number, value)
+        os.environ[variable] = str(value)
 
 
 def stamp(malloc: str) -> Machine:

@@ -266,9 +266,6 @@ class Profiles:
     def __iter__(self) -> Iterator[Profile]:
         return iter(self._profiles.values())
 
-    def __len__(self) -> int:
-        return len(self._profiles)
-
     def get(self, name: str | None) -> Profile:
         """Return the profile of this name, or the default for None.
 

@@ -1,4 +1,4 @@
-"""Test gates, pools, rates, stream windows, messages in transit and calls, all without a server."""
+"""Test gates, pools, stream windows, messages in transit and calls, all without a server."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ import mmpos
 from mmpos.client import Client
 from mmpos.errors import ServiceOverloadedError
 from mmpos.images import ImageProcessor
+from mmpos_bench.machine import TUNED
 from mmpos_server.config import ServerConfig, load
 from mmpos_server.options import app
 from mmpos_server.streams import WINDOW_BYTES
@@ -236,6 +237,12 @@ def test_the_image_exposes_the_server_ports() -> None:
     assert (options["host"], options["port"]) == ("0.0.0.0", None)
     assert f"EXPOSE 50051 {options['metrics_port']}\n" in text
     assert f"127.0.0.1:{options['metrics_port']}/livez" in text
+
+
+def test_the_image_and_the_unit_set_malloc_as_the_benchmarks_do() -> None:
+    tuned = " ".join(f"{variable}={value}" for variable, (_, value) in TUNED.items())
+    assert f"ENV {tuned}\n" in (DEPLOY / "Dockerfile").read_text()
+    assert lines_of("mmpos.service", "Environment") == [tuned]
 
 
 PROXY = (DEPLOY / "haproxy.cfg").read_text()

@@ -173,29 +173,6 @@ def test_a_client_below_its_limits_is_never_refused_while_other_servers_start(se
     assert lost == []
 
 
-# Clients
-
-
-TOKENS = {"alice": "alice-alice-alice-1", "bob": "bob-bob-bob-bob-bob"}
-
-
-def test_a_client_beyond_its_share_is_refused_but_others_are_not(serve: Serve, tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    file.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
-    server = serve(options={"listen": Listen(token_file=file)}, concurrency={"max_in_flight": 2})
-    alice, bob = ([("authorization", f"Bearer {token}")] for token in TOKENS.values())
-    first = server.place.future(query("wait"), metadata=alice)
-    assert server.fake.begun.wait(60)
-    status, details, metadata = refusal(lambda: server.place(query("echo 1"), metadata=alice))
-    message = "clients.max_share of max_in_flight for 'alice': got 1 of 1 in use"
-    assert (status, details) == ("RESOURCE_EXHAUSTED", message)
-    assert 0 < int(metadata["grpc-retry-pushback-ms"]) <= 1_000_000
-    assert server.place(query("echo 1"), metadata=bob).positions.cu_seqlens == [1]
-    server.fake.go.set()
-    first.result(60)
-    assert server.metric("refused_total", method="Place", reason="clients.max_share") == 1
-
-
 # Deadlines and cancellation
 
 

@@ -147,6 +147,8 @@ def test_half_requests_hold_at_most_the_client_share(
         assert f"clients.max_share of {gate} for '127.0.0.1': got {share} of {share} in use".encode() in error
         assert status_of(other, path, message(b"") if path == CHECK else REQUEST) == "OK"
     assert eventually(lambda: not server.taken())
+    if path == PLACE:
+        assert server.metric("refused_total", method="Place", reason="clients.max_share") == 1
 
 
 # Answers that are not read

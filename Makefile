@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 CONTRIB := $(dir $(wildcard contrib/*/pyproject.toml))
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery notebooks test slow contrib versions gpu fuzz systemd portable check format proto baseline vectors bench tables docs release-notes dist arm64 clean
+.PHONY: help demo gallery notebooks test slow contrib versions gpu fuzz systemd portable check format proto baseline bench tables docs release-notes dist arm64 clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -76,9 +76,6 @@ proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 
 baseline: $(VENV)/dev  ## record the protocol of a release, which later versions must not break
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
-
-vectors: $(VENV)/dev  ## write the conformance cases, from the oracle and from Transformers
-	PYTHONPATH=tests/helpers:tests/oracles:tests/integrations $(BIN)/python tests/helpers/conformance_vectors.py
 
 bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results/MACHINE
 	mkdir -p benchmarks/results/$(MACHINE)

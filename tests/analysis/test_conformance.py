@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -235,16 +234,3 @@ def test_a_reader_of_59_lines_agrees_without_mmpos_and_refuses_a_damaged_file(tm
     refused = subprocess.run([*command, tmp_path / "vectors"], capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert "schemes/mrope.jsonl: the checksum differs" in refused.stderr
-
-
-@pytest.mark.slow
-def test_the_generator_writes_these_vectors(tmp_path: Path) -> None:
-    """Run the generator in another process, since models in other tests change the configs of their classes."""
-    generator = ROOT / "tests" / "helpers" / "conformance_vectors.py"
-    path = os.pathsep.join(str(ROOT / "tests" / room) for room in ("helpers", "oracles", "integrations"))
-    subprocess.run([sys.executable, generator, tmp_path], check=True, env={**os.environ, "PYTHONPATH": path})
-    written = {file.relative_to(tmp_path).as_posix(): file.read_bytes() for file in tmp_path.rglob("*.json*")}
-    kept = {file.relative_to(VECTORS).as_posix(): file.read_bytes() for file in VECTORS.rglob("*.json*")}
-    assert {path: data == kept.get(path) for path, data in written.items()} == dict.fromkeys(
-        kept.keys() - {"schema.json"}, True
-    )

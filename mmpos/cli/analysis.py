@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from tokenize import TokenError  # numpy parses headers with it
@@ -15,13 +14,11 @@ import numpy.typing as npt
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, group, place_specs, scheme_of
+from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, app, group, place_specs
 from mmpos.cli.options import (
     DEFAULT,
-    Axes,
     SchemeName,
     Specs,
-    flat,
     make_scheme,
     read_config,
     read_specs,
@@ -36,8 +33,6 @@ from mmpos.support.program import DIFFERENT, STDIN, read_input, write_output
 
 if TYPE_CHECKING:
     from mmpos.analysis.diagnosis import Diagnosis
-    from mmpos.integrations.models.settings import ModelSettings
-    from mmpos.rotary import Rotary
 
 HTML = typer.Option("--html", metavar="FILE.html", help="Write a report to send to a colleague.", show_default=False)
 
@@ -62,7 +57,6 @@ def check(
     start: Annotated[
         int | None, typer.Option(help="Id of each document's first token.", show_default="0, or the model's first id")
     ] = None,
-    axes: Axes = None,
     padding: Annotated[Side, typer.Option(help="Side of the padding of a padded batch.")] = "right",
     tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -73,7 +67,7 @@ def check(
 
     specs = read_specs(documents)
     segments = SegmentTable.from_documents(specs.documents)
-    chosen, first = _scheme_and_start(specs, scheme, axes, config)
+    chosen, first = _scheme_and_start(specs, scheme, config)
     start = first if start is None else start
     diagnosis = diagnose(read_array(ids), segments, chosen, start, side=padding, tolerance=tolerance)
     if report_to is not None:
@@ -84,26 +78,17 @@ def check(
         raise typer.Exit(DIFFERENT)
 
 
-def _scheme_and_start(
-    specs: Specs, name: str | None, axes: int | None, config: Path | None
-) -> tuple[Scheme | None, int]:
+def _scheme_and_start(specs: Specs, name: str | None, config: Path | None) -> tuple[Scheme | None, int]:
     """Return the named or the model's scheme (None without either), and the id of each document's first token."""
     if config is None:
-        name, axes = scheme_of(specs, name, axes)
-        if name is None and axes is None:
-            return None, 0
-        return make_scheme(DEFAULT if name is None else name, axes), 0
-    if name is not None or axes is not None:
-        raise InvalidInputError("--config cannot be combined with --scheme or --axes")
-    model = model_of(config)
-    return model.scheme, model.start
-
-
-def model_of(config: Path) -> ModelSettings:
-    """Read a model's settings from a config.json, a folder that contains one, or standard input."""
+        name = specs.scheme if name is None else name
+        return None if name is None else make_scheme(name), 0
+    if name is not None:
+        raise InvalidInputError("--config cannot be combined with --scheme")
     from mmpos.integrations.models import from_hf_config
 
-    return from_hf_config(read_config(config))
+    model = from_hf_config(read_config(config))
+    return model.scheme, model.start
 
 
 def read_array(path: Path) -> npt.NDArray[np.generic]:
@@ -150,8 +135,6 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="FILE|-", help="A .png, .svg or .pdf; - writes a .png to standard output."),
 ]
 SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Repeat to compare several. ")]
-HeadDim = Annotated[int, typer.Option(metavar="CHANNELS", help="Channels of a head, two per pair.")]
-Theta = Annotated[float, typer.Option(metavar="BASE", help="Base of the frequencies.")]
 
 
 def _complete_allocation(incomplete: str) -> list[str]:
@@ -160,42 +143,11 @@ def _complete_allocation(incomplete: str) -> list[str]:
     return [name for name in ALLOCATIONS if name.startswith(incomplete)]
 
 
-@dataclass(frozen=True)
-class RotationFlags:
-    """The options for the rotation of q and k."""
-
-    head_dim: HeadDim = 128
-    theta: Theta = 10000.0
-    allocation: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="How pairs are assigned to axes, such as interleaved, split, axial or sections; repeat to compare.",
-            show_default="interleaved",
-            autocompletion=_complete_allocation,
-        ),
-    ] = None
-    mrope_section: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,N", help="Pairs per axis, for sections and mrope-interleaved.", show_default=False),
-    ] = None
-
-    def rotaries(self, axes: int) -> list[Rotary]:
-        """Return the rotation of each allocation."""
-        from mmpos.rotary import Rotary
-
-        section = None if self.mrope_section is None else _section(self.mrope_section)
-        names = self.allocation or ["interleaved"]
-        return [Rotary(self.head_dim, self.theta, axes, name, mrope_section=section) for name in names]
-
-
 @plot.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS}")
 def ids(
     documents: Documents,
     output: Output,
     scheme: SchemeNames = None,
-    start: Start = 0,
-    axes: Axes = None,
     own_scale: Annotated[
         bool, typer.Option("--own-scale", help="Use a separate scale for each scheme, not one for all.")
     ] = False,
@@ -203,7 +155,7 @@ def ids(
     """Draw the plane of ids."""
     from mmpos.analysis.plot import plot_positions
 
-    placed = _placed(documents, scheme, start, axes)
+    placed = _placed(documents, scheme)
     tables = [placement.positions for placement in placed]
     positions = tables[0] if len(tables) == 1 else tables
     segments = placed[0].segments
@@ -214,26 +166,34 @@ def ids(
     help="Draw the attention of one patch from position alone: the mean cosine between its phases and those of every "
     f"other patch, and of the text before and after the image.\n\n{SPECS}"
 )
-@flat
 def attention(
     document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="One document.", show_default=False)],
     output: Output,
-    *,
     scheme: SchemeNames = None,
-    axes: Axes = None,
     token: Annotated[
         int | None, typer.Option(help="Index of the patch.", show_default="the middle of the first image")
     ] = None,
-    rotation: RotationFlags,
+    allocation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="How pairs are assigned to axes, such as interleaved, split or axial; repeat to compare.",
+            show_default="interleaved",
+            autocompletion=_complete_allocation,
+        ),
+    ] = None,
 ) -> None:
     """Draw the attention of one patch from position alone."""
     from mmpos.analysis.plot import attention_kernel, plot_attention
+    from mmpos.rotary import Rotary
 
-    several = len(rotation.allocation or ()) > 1
+    names = allocation or ["interleaved"]
     kernels = [
-        attention_kernel(table, rotary, token, label=None if several else table.scheme)
-        for table in (placement.positions for placement in _placed([document], scheme, 0, axes))
-        for rotary in rotation.rotaries(table.axes)
+        attention_kernel(
+            table, Rotary(128, axes=table.axes, allocation=name), token, label=None if len(names) > 1 else table.scheme
+        )
+        for table in (placement.positions for placement in _placed([document], scheme))
+        for name in names
     ]
     _write(output, lambda path: plot_attention(kernels, path))
 
@@ -250,15 +210,8 @@ def _write(output: Path, draw: Callable[[Path], object]) -> None:
         write_output(path.read_bytes())
 
 
-def _placed(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[Placed]:
+def _placed(documents: list[str], schemes: list[str] | None) -> list[Placed]:
     """Place the documents with every scheme."""
     specs = read_specs(documents)
     names: list[str | None] = [*schemes] if schemes else [None]
-    return [place_specs(specs, name, start, axes) for name in names]
-
-
-def _section(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise InvalidInputError(f"--mrope-section: got {text!r}, want numbers such as 16,24,24") from None
+    return [place_specs(specs, name) for name in names]

@@ -12,7 +12,7 @@ import pytest
 from pictures import pixels, table, texts
 from PIL import Image
 
-from mmpos.analysis.plot import COLOURS, attention_kernel, plot_attention, plot_positions, read_plane
+from mmpos.analysis.plot import attention_kernel, plot_attention, plot_positions, read_plane
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.place import place
 from mmpos.rotary import Rotary
@@ -93,13 +93,6 @@ def test_a_png_has_every_part_in_its_colour(tmp_path: Path) -> None:
     assert [counts.get(colour, 0) > 200 for colour in (BLUE, VERMILLION, TEXT)] == [True, True, True]
     reddish = sum(n for (r, g, b), n in counts.items() if r > 240 and 40 < g == b < 90)
     assert reddish > 20_000  # behind the first image
-
-
-def test_the_y_axis_is_inverted_if_it_shows_row_ids() -> None:
-    for scheme, downwards in (("rope-tie", True), ("flatten", False)):
-        (axes,) = plot_positions(table("3,2x3", scheme=scheme)).axes
-        assert axes.yaxis_inverted() == downwards
-        assert not axes.xaxis_inverted()
 
 
 def test_equal_tables_give_equal_bytes_whatever_settings_the_caller_uses(tmp_path: Path) -> None:
@@ -235,13 +228,6 @@ def test_segments_distinguish_audio_and_clips_from_text() -> None:
     assert (image.noun, image.square) == ("image", (9, 12))
 
 
-def test_audio_is_distinguished_in_every_document_of_a_one_axis_scheme() -> None:
-    segments = SegmentTable.from_documents([[Text(2)], [Audio(1), Text(1), Audio(2)]])
-    planes = [read_plane(place(segments, "flatten"), d, segments) for d in range(2)]
-    assert [plane.text.tolist() for plane in planes] == [[[0, 1], [0, 1]], [[1], [1]]]
-    assert [plane.audio.tolist() for plane in planes] == [[[], []], [[0, 2, 3], [0, 2, 3]]]
-
-
 def test_segments_distinguish_thumbnails_from_tiles() -> None:
     plane = read_plane(place(TILED, "mrope-canvas"), 0, TILED)
     thumbnail, left, right = plane.images
@@ -273,9 +259,3 @@ def test_legends_list_audio_clips_thumbnails_and_tiles(tmp_path: Path) -> None:
     ]
     plot_positions(place(TILED, "mrope-canvas"), path, segments=TILED)
     assert {"thumbnail 1", "tile 2", "tile 3"} <= set(texts(path))
-
-
-def test_panels_keep_their_colours_in_the_order_of_images() -> None:
-    (axes,) = plot_positions(table("1,2x2,1,3x3,1")).axes
-    drawn = {len(np.asarray(line.get_xdata())): line.get_color() for line in axes.lines if line.get_marker() == "o"}
-    assert (drawn[4], drawn[9]) == COLOURS[:2]

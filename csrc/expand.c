@@ -133,7 +133,7 @@ PyObject *native_mask(PyObject *self, PyObject *const *args, Py_ssize_t count) {
         return NULL;
     }
     buffers.count = 0;
-    int done = take_matrix(&buffers, args[0], 0, &table) && is_block(&table, table.rows) &&
+    int done = take_matrix(&buffers, args[0], 0, &table) && table.format == 'q' && table.rows > AXES &&
                take_vector(&buffers, args[1], 'q', PyBUF_WRITABLE, &mask) && mask.stride == 8;
     if (done && 8 * mask.size < RELEASE_GIL_BYTES) {
         done = fill_mask(&table, &mask);

@@ -50,7 +50,7 @@ int64_t axes_of(const Matrix *plan) { return (plan->columns - PLAN_AXES) / PLAN_
 
 int is_plan(const Matrix *plan, int64_t axes) {
     int64_t slots = plan->rows - SLOTS;
-    return plan->format == 'q' && slots > 0 && (slots & (slots - 1)) == 0 &&
+    return axes > 0 && plan->format == 'q' && slots > 0 && (slots & (slots - 1)) == 0 &&
            plan->columns == PLAN_AXES + PLAN_AXIS * axes;
 }
 
@@ -266,8 +266,8 @@ PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count) 
         !take_vector(&buffers, args[2], 'q', 0, &batch.offsets) ||
         (batch.separated && !take_vector(&buffers, args[3], '?', 0, &batch.separator)) ||
         (!one && !take_vector(&buffers, args[5], 'q', 0, &starts)) || !take_matrix(&buffers, args[6], 0, &batch.plan) ||
-        !is_plan(&batch.plan, (batch.plan.columns - PLAN_AXES) / PLAN_AXIS) || batch.plan.columns <= PLAN_AXES ||
-        !is_block(&batch.extents, 3) || batch.extents.columns != batch.kind.size || batch.offsets.size < 1 ||
+        !is_plan(&batch.plan, (batch.plan.columns - PLAN_AXES) / PLAN_AXIS) || !is_block(&batch.extents, 3) ||
+        batch.extents.columns != batch.kind.size || batch.offsets.size < 1 ||
         (!one && starts.size != batch.offsets.size - 1) ||
         (batch.separated && batch.separator.size != batch.kind.size) || !PyTuple_Check(args[7]) ||
         PyTuple_Size(args[7]) != 5) {

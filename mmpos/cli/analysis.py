@@ -1,13 +1,12 @@
-"""The commands that analyse ids, schemes and encodings: check, compare and plot."""
+"""The commands that analyse ids: check and plot."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from tokenize import TokenError  # numpy parses headers with it
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +21,6 @@ from mmpos.cli.options import (
     Axes,
     SchemeName,
     Specs,
-    complete_scheme,
     flat,
     make_scheme,
     read_config,
@@ -31,16 +29,13 @@ from mmpos.cli.options import (
 )
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import Side
-from mmpos.schemes import SCHEMES, Scheme
+from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import did_you_mean
 from mmpos.support.html import page
-from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
+from mmpos.support.program import DIFFERENT, STDIN, read_input, write_output
 
 if TYPE_CHECKING:
-    from mmpos.analysis.compare import Matrix
     from mmpos.analysis.diagnosis import Diagnosis
-    from mmpos.analysis.plot.picture import Picture
     from mmpos.integrations.models.settings import ModelSettings
     from mmpos.rotary import Rotary
 
@@ -148,62 +143,7 @@ def _json(diagnosis: Diagnosis) -> str:
     return report.json_lines(values)
 
 
-def _complete(incomplete: str) -> list[tuple[str, str]]:
-    from mmpos.encodings import ENCODINGS
-
-    return complete_scheme(incomplete) + [(name, "") for name in ENCODINGS if name.startswith(incomplete)]
-
-
-@app.command(
-    help="Measure the properties of schemes and encodings: ✓ holds, ✗ does not hold, – does not apply.\n\n"
-    f"NAME is a scheme, one of {', '.join(SCHEMES)}, with or without parameters (v2pe,stride=16), or your own "
-    "package.module:Class; or an encoding, such as rope-2d or alibi. Without NAME, all are measured."
-)
-def compare(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME...]", help="Schemes and encodings.", show_default="all", autocompletion=_complete
-        ),
-    ] = None,
-    why: Annotated[bool, typer.Option("--why", help="Also print the smallest counterexample of every ✗.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with counterexamples.")] = False,
-) -> None:
-    """Measure the properties of schemes and encodings."""
-    matrices = _measured(names or [])
-    if as_json:
-        values = {f"{matrix.subject}s": matrix.to_dict() for matrix in matrices}
-        typer.echo(json.dumps(values, ensure_ascii=False, indent=1))
-        return
-    out = console()
-    for i, matrix in enumerate(matrices):
-        if i:
-            out.print()
-        out.out(matrix.to_text(out.width), highlight=False)
-        if why:
-            out.print()
-            for name, column, reason in matrix.reasons:
-                out.print(f"{name}, {column.title}: {reason}", soft_wrap=True)
-
-
-def _measured(names: Sequence[str]) -> list[Matrix]:
-    """Measure the named schemes and encodings in the order of the names, or all of them if there are no names."""
-    from mmpos.analysis.compare import measure, measure_encodings
-    from mmpos.encodings import ENCODINGS
-
-    if not names:
-        return [measure(), measure_encodings()]
-    known = (*SCHEMES, *ENCODINGS)
-    names = list(dict.fromkeys(names))
-    for name in names:
-        if name not in known and not set(",:(").intersection(name):
-            raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
-    encodings = [name for name in names if name in ENCODINGS]
-    schemes = [make_scheme(name) for name in names if name not in ENCODINGS]
-    return [*([measure(schemes)] if schemes else []), *([measure_encodings(encodings)] if encodings else [])]
-
-
-plot = group("plot", "Draw ids, attention, phase errors or growth, as .png, .svg or .pdf.")
+plot = group("plot", "Draw ids or attention, as .png, .svg or .pdf.")
 
 Output = Annotated[
     Path,
@@ -298,37 +238,16 @@ def attention(
     _write(output, lambda path: plot_attention(kernels, path))
 
 
-@plot.command()
-def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0) -> None:
-    """Draw phase errors against id, for float32 angles, Transformers and integer turns."""
-    from mmpos.analysis.plot import plot_phase_error
-    from mmpos.rotary import Rotary
-
-    rotary = Rotary(head_dim, theta, axes=1)
-    _write(output, lambda path: plot_phase_error(rotary, path))
-
-
-@plot.command()
-def growth(
-    output: Output,
-    scheme: Annotated[
-        list[str] | None, scheme_option("all with a next position", "Repeat to compare several. ")
-    ] = None,
-) -> None:
-    """Draw how many ids an image consumes against its number of patches, for squares and one-row strips."""
-    from mmpos.analysis.plot import plot_growth
-
-    schemes = [make_scheme(name) for name in scheme] if scheme else None
-    _write(output, lambda path: plot_growth(schemes, path))
-
-
-def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
+def _write(output: Path, draw: Callable[[Path], object]) -> None:
     """Save a plot and print the file's name, or write a .png to standard output."""
-    if output == Path(STDIN):
-        write_output(draw(None).png())
-    else:
+    if output != Path(STDIN):
         draw(output)
         typer.echo(output)
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "plot.png"
+        draw(path)
+        write_output(path.read_bytes())
 
 
 def _placed(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[Placed]:

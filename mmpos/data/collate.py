@@ -228,7 +228,7 @@ def _write(
         input_ids.reshape(shape),
         labels.reshape(shape),
         text_positions.reshape(shape),
-        positions.cu_seqlens,
+        positions.cu_seqlens.copy(),
         None if side is None else attention_mask.reshape(shape),
         np.concatenate([example.sequence.grid_thw for example in examples]),
         images,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +33,6 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_do
 
 __all__ = ["ids_consumed", "place"]
 
-_MOST_KEPT = 64
-"""Maximum number of segments in a batch whose table is kept."""
-
 _STEP_FRAME, _STEP_COL = AXES + 1, AXES + 3
 """Rows of the table: steps of the first axis."""
 
@@ -61,7 +57,7 @@ def place(
         strict: whether to raise an error for two grids without text between them; None lets the scheme decide.
 
     Returns:
-        A PositionTable; equal calls may return the same table, since tables are immutable.
+        A PositionTable.
 
     Raises:
         InvalidInputError: the scheme is unknown, the start is invalid, or grids touch although the scheme forbids it.
@@ -76,41 +72,7 @@ def place(
     placed = place_by_plan(scheme, segments, start, strict)
     if placed is not None:
         return placed
-    if _may_keep(scheme, segments, start):
-        of_grids = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
-        arrays = segments.kind, segments.extents, segments.segment_offsets, *of_grids
-        data = tuple(None if array is None else array.tobytes() for array in arrays)
-        return _kept(_Request(scheme, start, strict, data, segments))
     return _place(segments, scheme, start, strict)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Everything that determines a table with a single start, with arrays as bytes so that requests can be compared."""
-
-    scheme: Scheme
-    start: npt.ArrayLike
-    strict: bool
-    arrays: tuple[bytes | None, ...]
-    segments: SegmentTable = field(compare=False)
-
-
-@lru_cache(maxsize=256)
-def _kept(request: _Request) -> PositionTable:
-    return _place(request.segments, request.scheme, request.start, request.strict)
-
-
-def _may_keep(scheme: Scheme, segments: SegmentTable, start: object) -> bool:
-    """Return whether the table of a batch may be kept."""
-    if native.core is None:  # tables placed in Python are the reference in tests, so they must not be reused
-        return False
-    if type(start) is not int or segments.kind.size > _MOST_KEPT or not vars(type(scheme)).get("kept"):
-        return False
-    try:
-        hash(scheme)
-    except TypeError:  # a user-defined scheme that cannot be hashed
-        return False
-    return True
 
 
 def _place(segments: SegmentTable, scheme: Scheme, start: npt.ArrayLike, strict: bool) -> PositionTable:
@@ -237,6 +199,10 @@ def _cursors(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids) -> tu
     of_grids = scheme.advance(split.grids) if split.grid.size else split.grid
     advance = np.zeros(split.lengths.size, np.int64)
     advance[split.text], advance[split.grid] = of_text, _integers(scheme, "advance", of_grids)
+    if advance.size and advance.min() < 0:
+        s = int(advance.argmin())
+        d, i = _document_index(segments, s)
+        raise InvalidInputError(f"scheme {scheme.name!r}: got advance {advance[s]} for documents[{d}][{i}], want >= 0")
     if units is not None:
         own, scale = scheme.unit(split.grids), units[split.document]
         assert own is not None

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from mmpos.errors import MmposError
 from mmpos.positions.table import PositionTable, of_bytes
 from mmpos.positions.table_rows import AXES
-from mmpos.schemes import Grids, Placement, Scheme, TextRuns
+from mmpos.schemes import Grids, Scheme
+from mmpos.schemes.check import NotAffineError, Values, linear, text_values, unit_points, values
 from mmpos.segments.kinds import GRID
 from mmpos.segments.table import SegmentTable
 from mmpos.support import native
@@ -26,19 +27,6 @@ _SHAPE, _ROW, _PER_AXIS = 4, 8, 8
 _CLEARED, _PER_TEXT = 6, 4
 """Indices of two of these columns: the first in a row, the second among the columns of an axis."""
 
-_CURSOR, _START, _NUMBER, _TEXT = range(4)
-_ASKED = np.array(
-    [(0, 0, 0, 0), (0, 0, 1, 0), (0, 0, 2, 0), (0, 0, 3, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1),
-     (4099, 1009, 0, 257), (4099, 1009, 1, 257)],
-    np.int64,
-)  # fmt: skip
-"""Probe values of the cursor, the document's first id, the number of earlier grids in the document, and the number of
-its text tokens: some determine the slopes of the ids, and the others verify that the ids are linear.
-"""
-_DOCUMENT = np.array([0, 0, 0, 0, 1, 2, 3, 4, 4])
-"""Document of each probe."""
-_UNITS = np.array([4, 5, 1, 6])
-"""Probes in which one of the four values is 1 and the others are 0."""
 _ANY_CLEARS, _ANY_COUNTS = 1, 2
 """Flags in the row of text: whether any grid keeps ids free before text, and whether any grid counts the text."""
 
@@ -51,7 +39,7 @@ class Plan:
     The first row describes text.
 
     Args:
-        scheme: scheme with ``by_shape``.
+        scheme: scheme with ``linear_in``.
     """
 
     def __init__(self, scheme: Scheme) -> None:
@@ -81,7 +69,7 @@ class Plan:
 
 def plan_of(scheme: Scheme) -> Plan | None:
     """Return the plan of a scheme, shared by equal schemes, or None if the scheme has no plan."""
-    if not vars(type(scheme)).get("by_shape"):
+    if "linear_in" not in vars(type(scheme)) or scheme.linear_in is None:
         return None
     try:
         return _plan_of(scheme)
@@ -149,29 +137,19 @@ def _rows(scheme: Scheme, shapes: IntArray) -> IntArray:
     rows[:, :_SHAPE] = shapes.T
     try:
         rows[:, _SHAPE:] = _numbers(scheme, shapes)
-    except (MmposError, _NotAffineError):
+    except (MmposError, NotAffineError):
         if len(rows) > 1:  # find the shape that failed
             return np.concatenate([_rows(scheme, shapes[:, i : i + 1]) for i in range(len(rows))])
     return rows
 
 
-class _NotAffineError(Exception):
-    """The ids of these grids are not affine, so the general path must place them."""
-
-
 def _row_of_text(scheme: Scheme) -> IntArray:
     """Compute the row of text without its shape; return all 0 if the general path must place text."""
     grids = Grids(np.ones((3, 1), np.int64), *np.zeros((2, 1), np.int64))
-    count = len(_ASKED)
-    runs = TextRuns(np.arange(count), np.arange(count), _DOCUMENT, _ASKED[[0, 4, 5, 6, 7], _START])
     try:
-        if not scheme.text:
-            raise _NotAffineError
-        if (scheme.advance_text(runs) != runs.lengths).any():
-            raise _NotAffineError
-        axes = _axes(scheme, scheme.place_text(runs, _ASKED[:, _CURSOR]))[0]
+        axes = _axes(scheme, text_values(scheme, unit_points(_TEXT)), _TEXT)[0]
         clears = scheme.cleared(grids) is not None
-    except (MmposError, _NotAffineError):
+    except (MmposError, NotAffineError):
         return np.zeros(_ROW - _SHAPE + _PER_AXIS * scheme.axes, np.int64)
     return np.concatenate([[1, _NONE, clears], axes])
 
@@ -180,69 +158,42 @@ def _numbers(scheme: Scheme, shapes: IntArray) -> IntArray:
     """Compute the (shapes, values) rows of shapes, without the shapes themselves.
 
     Raises:
-        _NotAffineError: the ids are not linear in the probed values, the grid is split, or values are not integers.
+        NotAffineError: the grid is split, or values are not integers.
         MmposError: the scheme refuses a shape.
     """
-    count, asked = shapes.shape[1], len(_ASKED)
-    of_shape = np.repeat(shapes, asked, axis=1)
-    document = (_DOCUMENT + (_DOCUMENT[-1] + 1) * np.arange(count)[:, None]).reshape(-1)
-    cursor, start = np.tile(_ASKED[:, _CURSOR], count), np.tile(_ASKED[:, _START], count)
-    separator = of_shape[3] > 0 if shapes[3].any() else None
-    grids = Grids(of_shape[:3], start, document, separator, text_tokens=np.tile(_ASKED[:, _TEXT], count))
-    if scheme.unit(grids) is not None:
-        raise _NotAffineError
-    placement, demanded, cleared = scheme.place(grids, cursor), scheme.next_after(grids, cursor), scheme.cleared(grids)
-    if placement.pieces is not None and placement.pieces.tokens.size != document.size:
-        raise _NotAffineError
-    consumed = _constant(scheme.advance(grids), count)
-    lowest = np.full(count, _NONE)
-    if demanded is not None:
-        lowest, slopes = _linear(demanded, count)
-        if (slopes != [[1], [0], [0], [0]]).any():
-            raise _NotAffineError
-    free = _constant(0 if cleared is None else cleared, count)
-    return np.column_stack([consumed, lowest, free, _axes(scheme, placement, count)])
+    assert scheme.linear_in is not None
+    asked = values(scheme, shapes, unit_points(scheme.linear_in))
+    lowest = np.full(shapes.shape[1], _NONE)
+    if asked.lowest is not None:
+        lowest, slopes = linear(asked.lowest, scheme.linear_in)
+        if (slopes != [1, 0, 0, 0]).any():
+            raise NotAffineError
+    consumed, cleared = _constant(asked, "advance"), _constant(asked, "cleared")
+    if (consumed < 0).any():  # place raises the error
+        raise NotAffineError
+    return np.column_stack([consumed, lowest, cleared, _axes(scheme, asked, scheme.linear_in)])
 
 
-def _axes(scheme: Scheme, placement: Placement, count: int = 1) -> IntArray:
+_TEXT = ("cursor", "start")
+"""What the ids of text depend on."""
+
+
+def _axes(scheme: Scheme, asked: Values, names: tuple[str, ...]) -> IntArray:
     """Build the columns of a plan, starting with the denominator."""
-    denominator = _constant(placement.denominator, count)
+    denominator = _constant(asked, "denominator")
     if not scheme.fractional and (denominator != 1).any():
-        raise _NotAffineError
+        raise NotAffineError
     columns = [denominator]
-    for axis in range(scheme.axes):
-        zero, slopes = _linear(_of_axis(scheme, placement, "origin", axis), count)
-        steps = [_constant(_of_axis(scheme, placement, f"step_{of}", axis), count) for of in ("frame", "row", "col")]
-        columns += [zero, *slopes, *steps]
+    for axis, origin in enumerate(asked.origins):
+        zero, slopes = linear(origin, names)
+        steps = [_constant(asked, f"step_{of}[{axis}]") for of in ("frame", "row", "col")]
+        columns += [zero, *slopes.T, *steps]
     return np.stack(columns, axis=1)
 
 
-def _of_axis(scheme: Scheme, placement: Placement, name: str, axis: int) -> IntArray | int:
-    per_axis = getattr(placement, name)
-    if per_axis is None:
-        return 0
-    if len(per_axis) != scheme.axes:
-        raise _NotAffineError
-    values: IntArray | int = per_axis[axis]
-    return values
-
-
-def _constant(values: IntArray | int, count: int) -> IntArray:
-    """Return the (count,) values, which must not depend on the probes."""
-    zero, slopes = _linear(values, count)
-    if slopes.any():
-        raise _NotAffineError
-    return zero
-
-
-def _linear(values: IntArray | int, count: int) -> tuple[IntArray, IntArray]:
-    """Return the (count,) values where all probed inputs are 0, and their (4, count) slopes in these inputs."""
-    array = np.asarray(values)
-    if array.dtype.kind not in "iu":
-        raise _NotAffineError
-    at = np.broadcast_to(array.astype(np.int64), count * len(_ASKED)).reshape(count, len(_ASKED))
-    zero = at[:, 0]
-    slopes = at[:, _UNITS] - zero[:, None]
-    if (at != zero[:, None] + slopes @ _ASKED.T).any():
-        raise _NotAffineError
-    return zero, slopes.T
+def _constant(asked: Values, name: str) -> IntArray:
+    """Return the (shapes,) values of this name, which must be the same at every point."""
+    array = asked.fixed[name]
+    if (array != array[:, :1]).any():
+        raise NotAffineError
+    return array[:, 0]

@@ -202,15 +202,12 @@ class Scheme(ABC):
     """Whether the rows of a grid may end in a separator token."""
     kinds: frozenset[int] = frozenset()
     """Segment kinds with markers that the scheme can place: CLIP, or THUMBNAIL and TILE."""
-    by_shape: ClassVar[bool] = False
-    """Whether the ids of a grid without times depend only on its shape, the cursor, its document's first id, the number
-    of grids before it in the document, and the document's number of text tokens. If ids are also linear in the last
-    four, ``place`` calls the scheme once per shape. Every class must set this attribute itself; equal instances must
-    place grids equally, and the ids of text must depend only on the cursor and the first id.
-    """
-    kept: ClassVar[bool] = False
-    """Whether ``place`` caches the tables of small batches that it cannot place by shape, since sizes recur in
-    requests. Every class must set this attribute itself; equal instances must place grids equally.
+    linear_in: tuple[str, ...] | None = None
+    """What the ids of a grid without times depend on besides its shape: names among ``cursor``, ``start`` (the first id
+    of its document), ``number`` (of earlier grids in its document) and ``text_tokens`` (of its document), if ids are
+    linear in them; ids of text must then be linear in cursor and start. ``place`` calls such a scheme once per shape.
+    None makes ``place`` call it for every batch. A class must set this attribute itself, equal instances must place
+    grids equally, and ``mmpos.schemes.check`` checks the declaration.
     """
     resumable: bool = True
     """Whether the cursor, one integer, is the whole state, so that next positions are defined and decoding is
@@ -220,7 +217,8 @@ class Scheme(ABC):
     @cached_property
     def label(self) -> str:
         """Name of the scheme and its non-default parameters: rope-tie-v2(axes=3, rounding=floor)."""
-        return label(self)
+        parameters = ", ".join(f"{name}={value}" for name, value in changed_parameters(self).items())
+        return f"{self.name}({parameters})" if parameters else self.name
 
     @abstractmethod
     def advance(self, grids: Grids) -> IntArray:
@@ -270,17 +268,6 @@ def changed_parameters(named: object) -> dict[str, Any]:
         for name, (value, default) in values.items()
         if not hasattr(value, "shape") and (default is MISSING or value != default)
     }
-
-
-def label(named: Any) -> str:
-    """Return the label of a scheme or an encoding: its name and its non-default parameters.
-
-    >>> from mmpos.encodings import Rope1D
-    >>> label(Rope1D(theta=500.0)), label(Rope1D())
-    ('rope-1d(theta=500.0)', 'rope-1d')
-    """
-    parameters = ", ".join(f"{name}={value}" for name, value in changed_parameters(named).items())
-    return f"{named.name}({parameters})" if parameters else str(named.name)
 
 
 MAX_PIECES = 2**20

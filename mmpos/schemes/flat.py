@@ -20,7 +20,7 @@ class Flatten(Scheme):
     """
 
     name: ClassVar[str] = "flatten"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 1
     row_separators = True
 
@@ -43,7 +43,7 @@ class V2PE(Scheme):
     """
 
     name: ClassVar[str] = "v2pe"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 1
     fractional = True
     stride: int = 64

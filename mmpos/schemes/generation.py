@@ -70,7 +70,7 @@ class Flux(LatentScheme):
     """
 
     name: ClassVar[str] = "flux"
-    by_shape = True
+    linear_in = ("start", "number")
     first: int = 0
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Flux2(LatentScheme):
     """
 
     name: ClassVar[str] = "flux2"
-    by_shape = True
+    linear_in = ("start", "number")
     axes = 4
     text_axes = (3,)
     reference_step: int = 10
@@ -120,7 +120,7 @@ class Flux3(LatentScheme):
     """
 
     name: ClassVar[str] = "flux3"
-    by_shape = True
+    linear_in = ("start", "number")
     axes = 4
     fractional = True
     text_axes = (3,)
@@ -152,14 +152,14 @@ class QwenImage(LatentScheme):
     """
 
     name: ClassVar[str] = "qwen-image"
-    by_shape = True
-    kept = True
+    linear_in = ("start", "number")
     frames = True
     text_axes = (0, 1, 2)
     layered: bool = False
 
     def __post_init__(self) -> None:
-        boolean("QwenImage.layered", self.layered)
+        if boolean("QwenImage.layered", self.layered):  # ids depend on the number of all images
+            object.__setattr__(self, "linear_in", None)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         start, number = grids.start, grids.number
@@ -182,7 +182,7 @@ class QwenImage21(Scheme):
     """
 
     name: ClassVar[str] = "qwen-image-2.1"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 3
     frames = False
 
@@ -209,7 +209,7 @@ class Lumina2(LatentScheme):
     """
 
     name: ClassVar[str] = "lumina2"
-    by_shape = True
+    linear_in = ("cursor", "start", "number", "text_tokens")
     frames = True
     text_axes = (0,)
     first: int = 0
@@ -245,7 +245,7 @@ class LongCatImage(LatentScheme):
     """
 
     name: ClassVar[str] = "longcat-image"
-    by_shape = True
+    linear_in = ("cursor", "start", "number")
     text_axes = (1, 2)
     image_at: int = 0
 
@@ -265,7 +265,7 @@ class OvisImage(LatentScheme):
     """
 
     name: ClassVar[str] = "ovis-image"
-    by_shape = True
+    linear_in = ("start",)
     text_axes = (1, 2)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
@@ -283,7 +283,7 @@ class Ideogram4(LatentScheme):
     """
 
     name: ClassVar[str] = "ideogram4"
-    by_shape = True
+    linear_in = ("start",)
     text_axes = (0, 1, 2)
     image_at: int = 65536
 
@@ -305,7 +305,7 @@ class HunyuanImage(LatentScheme):
     """
 
     name: ClassVar[str] = "hunyuan-image"
-    by_shape = True
+    linear_in = ("start",)
     axes: int = 2
 
     def __post_init__(self) -> None:
@@ -328,7 +328,6 @@ class JoyImage(LatentScheme):
     """
 
     name: ClassVar[str] = "joyimage"
-    kept = True
     frames = True
     text_runs: bool = False
 
@@ -362,7 +361,7 @@ class Bagel(Scheme):
     """
 
     name: ClassVar[str] = "bagel"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 1
     frames = False
     kinds = frozenset({THUMBNAIL})
@@ -384,7 +383,7 @@ class OmniGen2(MRopeInterleaveReset):
     """
 
     name: ClassVar[str] = "omnigen2"
-    by_shape = True
+    linear_in = ("cursor",)
 
 
 def check_steps(scheme: Scheme, *names: str) -> None:

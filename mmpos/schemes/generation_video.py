@@ -32,8 +32,7 @@ class Wan(LatentScheme):
     """
 
     name: ClassVar[str] = "wan"
-    by_shape = True
-    kept = True
+    linear_in = ("start",)
     text = False
     frames = True
     skip_length: int = 0
@@ -42,7 +41,8 @@ class Wan(LatentScheme):
     def __post_init__(self) -> None:
         length = integer("Wan.skip_length", self.skip_length, minimum=0, maximum=INT32_MAX)
         object.__setattr__(self, "skip_length", length)
-        boolean("Wan.beside", self.beside)
+        if boolean("Wan.beside", self.beside):  # the first image differs from the others
+            object.__setattr__(self, "linear_in", None)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         step = np.where(grids.frames == 2, self.skip_length - 1, 1) if self.skip_length else 1
@@ -65,7 +65,6 @@ class AnyFlowFar(LatentScheme):
     """
 
     name: ClassVar[str] = "anyflow-far"
-    kept = True
     text = False
     frames = True
     fractional = True
@@ -91,7 +90,7 @@ class HunyuanVideo(LatentScheme):
     """
 
     name: ClassVar[str] = "hunyuan-video"
-    by_shape = True
+    linear_in = ("start",)
     frames = True
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
@@ -114,7 +113,7 @@ class CogVideoX(LatentScheme):
     """
 
     name: ClassVar[str] = "cogvideox"
-    by_shape = True
+    linear_in = ("start",)
     frames = True
     fractional = True
     base_height: int = 30
@@ -190,7 +189,7 @@ class Allegro(_Scaled):
     """
 
     name: ClassVar[str] = "allegro"
-    by_shape = True
+    linear_in = ("start",)
     frame_step: int | Fraction = Fraction(5, 11)
     row_step: int | Fraction = Fraction(1, 2)
     col_step: int | Fraction = Fraction(1, 2)
@@ -209,7 +208,7 @@ class Kandinsky(_Scaled):
     """
 
     name: ClassVar[str] = "kandinsky"
-    by_shape = True
+    linear_in = ("start",)
 
 
 @dataclass(frozen=True)
@@ -290,7 +289,6 @@ class Ltx(_Ltx):
     """
 
     name: ClassVar[str] = "ltx"
-    kept = True
     fps = 25
 
     @property
@@ -316,7 +314,6 @@ class Ltx2(_Ltx):
     """
 
     name: ClassVar[str] = "ltx2"
-    kept = True
     fps = 24
     axes: int = 3
 
@@ -343,8 +340,7 @@ class Cosmos(LatentScheme):
     """
 
     name: ClassVar[str] = "cosmos"
-    by_shape = True
-    kept = True
+    linear_in = ("cursor", "start")
     text = False
     frames = True
     timed = True
@@ -381,8 +377,7 @@ class Cosmos3(Cosmos):
     """
 
     name: ClassVar[str] = "cosmos3"
-    by_shape = True
-    kept = True
+    linear_in = ("cursor", "start")
     text = True
     text_axes = (0, 1, 2)
     margin: int = 15000
@@ -405,7 +400,6 @@ class MiniMaxH3(LatentScheme):
     """
 
     name: ClassVar[str] = "minimax-h3"
-    kept = True
     frames = True
     fractional = True
     text_axes = (0,)

@@ -22,7 +22,7 @@ class MRope(Scheme):
     """
 
     name: ClassVar[str] = "mrope"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 3
     timed = False
 
@@ -41,7 +41,7 @@ class MRopeQwen3(MRope):
     """
 
     name: ClassVar[str] = "mrope-qwen3"
-    by_shape = True
+    linear_in = ("cursor",)
     frames = False
 
 
@@ -53,7 +53,7 @@ class MRopeInterleaveReset(MRope):
     """
 
     name: ClassVar[str] = "mrope-interleave-reset"
-    by_shape = True
+    linear_in = ("cursor",)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         return Placement([cursor, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1])
@@ -104,7 +104,7 @@ class MRopeTransformers(TimedMRope):
     """
 
     name: ClassVar[str] = "mrope-transformers"
-    by_shape = True
+    linear_in = ("cursor",)
     tokens_per_second: int | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class MRopeQwen25(TimedMRope):
     """
 
     name: ClassVar[str] = "mrope-qwen2.5"
-    by_shape = True
+    linear_in = ("cursor",)
     tokens_per_second: int | Fraction = 2
 
     def __post_init__(self) -> None:

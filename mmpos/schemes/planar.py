@@ -22,7 +22,7 @@ class Naive2D(Scheme):
     """
 
     name: ClassVar[str] = "naive-2d"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 2
     frames = False
     row_separators = True

@@ -67,7 +67,7 @@ class RopeTie(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie"
-    by_shape = True
+    linear_in = ("cursor",)
 
     def consumed(self, sides: IntArray) -> IntArray:
         return np.multiply.reduce(sides + 1) - 1
@@ -87,7 +87,7 @@ class RopeTieFractional(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie-fractional"
-    by_shape = True
+    linear_in = ("cursor",)
     fractional = True
 
     def consumed(self, sides: IntArray) -> IntArray:
@@ -110,7 +110,7 @@ class RopeTieLcm(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie-lcm"
-    by_shape = True
+    linear_in = ("cursor",)
 
     def consumed(self, sides: IntArray) -> IntArray:
         return np.lcm.reduce(sides + 1) - 1
@@ -131,7 +131,7 @@ class RopeTieV2(_Tie):
     """
 
     name: ClassVar[str] = "rope-tie-v2"
-    by_shape = True
+    linear_in = ("cursor",)
     centred = True
     fractional = True
     rounding: Literal["floor"] | None = None

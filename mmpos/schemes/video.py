@@ -20,7 +20,7 @@ class VideoRope(Scheme):
     """
 
     name: ClassVar[str] = "videorope"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 3
     timed = False
     delta: int = 2
@@ -48,7 +48,7 @@ class VRope(Scheme):
     """
 
     name: ClassVar[str] = "vrope"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 4
     timed = False
 

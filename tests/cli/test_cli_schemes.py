@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scheme_properties import every_scheme
 
 from mmpos.__main__ import main
-from mmpos.analysis.compare.schemes import every_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
 
@@ -157,19 +157,9 @@ def test_user_defined_schemes_work_in_every_command(capsys: pytest.CaptureFixtur
     assert printed["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
     assert printed["scheme"] == "own:Wide,stride=5"
     assert run(capsys, "explain", "1,2x2,1", "4", "-s", "own:WIDER").endswith("(2, 4) = (1, 1) + 1·(1, 0) + 1·(0, 3)\n")
-    assert "wide(stride=3) " in run(capsys, "compare", "own:WIDER")
     assert run(capsys, "plot", "ids", "1,2x2,1", "-s", "own:Wide", "-s", "rope-tie", "-o", "a.svg") == "a.svg\n"
     run(capsys, "positions", "1,2x2,1", "-s", "own:Wide", "-o", "ids.npy")
     assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
-
-
-def test_compare_prints_the_named_schemes_and_no_others_in_the_given_order(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    names = ["own:Wide", "v2pe(stride=16)", "rope-tie", "v2pe", "own:Wide"]
-    printed = json.loads(run(capsys, "compare", *names, "nope", "alibi", "--json"))
-    assert list(printed["schemes"]) == ["wide", "v2pe(stride=16)", "rope-tie", "v2pe"]
-    assert list(printed["encodings"]) == ["nope", "alibi"]
 
 
 @pytest.mark.slow  # the worker processes import torch

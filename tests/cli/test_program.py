@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +211,11 @@ def test_the_version_has_a_short_option(run: Run) -> None:
 COMPLETIONS = [
     ("mmpos pos", ["positions"]),
     ("mmpos help pl", ["plot"]),
-    ("mmpos plot ", ["ids", "attention", "phase", "growth"]),
+    ("mmpos plot ", ["ids", "attention"]),
     ("mmpos positions 3 --sch", ["--scheme"]),
     ("mmpos positions 3 -s rope-tie-", ["rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm"]),
     ("mmpos remote positions 3 --scheme mrope-q", ["mrope-qwen2.5", "mrope-qwen3"]),
     ("mmpos plot attention 3 --allocation s", ["split", "sections"]),
-    ("mmpos compare ali", ["alibi"]),
     ("mmpos check ids.npy --padding l", ["left"]),
     ("mmpos preprocess x -f ch", ["chat"]),
     ("mmpos bench pos", ["positions"]),
@@ -274,6 +273,34 @@ def test_the_printed_completion_script_works_in_bash(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("v2pe\n", "")
+
+
+@pytest.mark.parametrize("name", ["explore", "probe"])
+def test_a_command_of_contrib_that_is_not_installed_names_its_pip_command(
+    name: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module("mmpos.cli.commands"), "entry_points", lambda group: [])
+    command = f"in a clone, install it with: pip install ./contrib/{name}"
+    assert run(name, "3") == (1, "", f"mmpos: error: mmpos {name}: mmpos-{name} is not installed; {command}\n")
+    assert (ROOT / "contrib" / name / "pyproject.toml").exists()
+
+
+def test_commands_of_other_distributions_are_listed_without_an_import_and_run(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "stand_in.py").write_text(
+        "import typer\napp = typer.Typer()\n@app.command()\ndef shout(word: str) -> None:\n    print(word.upper())\n"
+    )
+    (folder / "stand_in-1.dist-info").mkdir()
+    (folder / "stand_in-1.dist-info/METADATA").write_text("Metadata-Version: 2.4\nName: stand-in\nSummary: Shout it.\n")
+    (folder / "stand_in-1.dist-info/entry_points.txt").write_text("[mmpos.commands]\nshout = stand_in:app\n")
+    monkeypatch.syspath_prepend(folder)
+    code, out, _ = run("--help")
+    assert code == 0
+    assert re.search(r"│ shout +Shout it\.", re.sub(r"\x1b\[[0-9;]*m", "", out))
+    assert "stand_in" not in sys.modules
+    assert run("shout", "loud") == (0, "LOUD\n", "")
+    assert run("help", "shout") == run("shout", "--help")
 
 
 def test_help_imports_no_large_packages() -> None:

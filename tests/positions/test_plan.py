@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -16,11 +16,9 @@ from oracle import CASES, batches
 
 from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
 from mmpos.positions import plan
-from mmpos.positions.place import _kept
 from mmpos.positions.plan import forget_plans, place_by_plan
 from mmpos.schemes import (
     Grids,
-    Ltx,
     Lumina2,
     MRopeQwen25,
     Placement,
@@ -42,9 +40,8 @@ START = st.one_of(st.integers(-5, 50), st.sampled_from([-(2**31), 2**31 - 1, 2**
 
 @pytest.fixture(autouse=True)
 def no_plans() -> None:
-    """Clear the plans and the kept tables."""
+    """Clear the plans."""
     forget_plans()
-    _kept.cache_clear()
 
 
 def outcome(segments: SegmentTable, scheme: str | Scheme, start: Any, strict: bool | None) -> Any:
@@ -102,64 +99,6 @@ def test_counted_references_are_placed_by_a_plan_and_all_others_are_not(scheme: 
     text = [Text(3)] if get_scheme(scheme).text else []
     document: list[Segment] = [*text, Grid(2, 3), Grid(4, 2), Grid(2, 3)]
     assert (by_plan(SegmentTable.from_documents([document]), scheme) is not None) == planned
-
-
-@pytest.fixture
-def advances(monkeypatch: pytest.MonkeyPatch) -> list[Ltx]:
-    """Record each scheme whose advance method the general path calls."""
-    schemes: list[Ltx] = []
-    advance = Ltx.advance
-    monkeypatch.setattr(Ltx, "advance", lambda self, grids: schemes.append(self) or advance(self, grids))  # type: ignore[func-returns-value]
-    return schemes
-
-
-def test_equal_small_batches_are_placed_once(advances: list[Ltx]) -> None:
-    seconds = [Fraction(1, 25), Fraction(1, 25), Fraction(1, 24), Fraction(1, 25)]
-    segments = [SegmentTable.from_documents([[Grid(5, 61, frames=9, seconds_per_frame=time)]]) for time in seconds]
-    tables = [place(batch, Ltx(causal_offset=2)) for batch in segments]
-    assert len(advances) == 2
-    assert tables[0] is tables[1] is tables[3]
-    assert tables[2].dense()[0].tolist() != tables[0].dense()[0].tolist()
-    place(segments[0], Ltx(causal_offset=3))
-    place(segments[0], Ltx(causal_offset=2), 1)
-    assert len(advances) == 4
-
-
-@pytest.mark.parametrize(("segments", "times"), [(64, 1), (65, 2)])
-def test_only_batches_of_at_most_64_segments_are_kept(segments: int, times: int, advances: list[Ltx]) -> None:
-    table = SegmentTable.from_documents([[Grid(1, 2, frames=3)]] * segments)
-    assert place(table, "ltx").table.tolist() == place(table, "ltx").table.tolist()
-    assert len(advances) == times
-
-
-@dataclass(frozen=True)
-class Moved(Ltx):
-    """A custom scheme whose equality ignores its first id."""
-
-    first: list[int] = field(default_factory=lambda: [0], compare=False)
-
-    def place(self, grids: Grids, cursor: Any) -> Placement:
-        placement = super().place(grids, cursor)
-        return replace(
-            placement, origin=[origin + self.first[0] * placement.denominator for origin in placement.origin]
-        )
-
-
-@dataclass(frozen=True)
-class Unhashable(Ltx):
-    """A custom scheme that opts in to kept tables but is not hashable."""
-
-    kept = True
-    weights: list[int] = field(default_factory=list)
-
-
-def test_tables_of_a_subclass_are_kept_only_if_it_opts_in_and_is_hashable(advances: list[Ltx]) -> None:
-    segments = SegmentTable.from_documents([[Grid(1, 2, frames=3)]])
-    first, second = (place(segments, Moved(first=[n])).dense() for n in (0, 7))
-    assert (second - first == 7).all()
-    for _ in range(2):
-        assert place(segments, Unhashable()).dense().tolist() == place(segments, "ltx").dense().tolist()
-    assert [type(scheme) for scheme in advances] == [Moved, Moved, Unhashable, Ltx, Unhashable]
 
 
 @pytest.mark.parametrize("shapes", [1, 3, 5])
@@ -230,7 +169,7 @@ class Stretched(Scheme):
     """A custom scheme that depends only on the shape."""
 
     name: ClassVar[str] = "stretched"
-    by_shape = True
+    linear_in = ("cursor",)
     axes = 2
     factor: Any = 1
     failing: bool = False
@@ -248,7 +187,7 @@ class Stretched(Scheme):
 
 @dataclass(frozen=True)
 class Inherited(Stretched):
-    """A subclass that does not set by_shape itself; its ids depend on more than the shape."""
+    """A subclass that does not set linear_in itself; its ids depend on more than the shape."""
 
     def place(self, grids: Grids, cursor: Any) -> Placement:
         return Placement([grids.document, cursor], step_row=[1, 0], step_col=[0, 1])
@@ -258,7 +197,7 @@ class Inherited(Stretched):
 class Spoken(Stretched):
     """A scheme whose text ids depend on more than the cursor and the first id of the document."""
 
-    by_shape = True
+    linear_in = ("cursor",)
 
     def place_text(self, runs: TextRuns, cursor: Any) -> Placement:
         return Placement([cursor, cursor], step_col=[1, runs.lengths])

@@ -18,9 +18,10 @@ from mmpos import (
     fingerprint,
     place,
 )
-from mmpos.analysis.plot.positions import read_plane
+from mmpos.analysis.plot import read_plane
 from mmpos.cli.report import heading
-from mmpos.schemes import Grid2D, Grids, Placement, TextRuns
+from mmpos.schemes import SCHEMES, Grid2D, Grids, Placement, QwenImage, RopeTie, TextRuns, check
+from mmpos.segments.kinds import Segment
 
 SEGMENTS = SegmentTable.from_documents([[Text(1), Grid(2, 3), Text(1)]])
 
@@ -163,3 +164,87 @@ def test_a_document_whose_ids_are_all_0_is_not_padding() -> None:
     assert elsewhere.table[3].tolist() == [5, 3, 1, 4]
     assert elsewhere.is_grid.tolist() == [False, True, False, True]
     assert (elsewhere.dense() == 7).all()
+
+
+@dataclass(frozen=True)
+class Bent(Scheme):
+    """A scheme whose ids are linear in the cursor only over part of its range."""
+
+    name: ClassVar[str] = "bent"
+    axes = 2
+    bend: str = "negative"
+
+    def advance(self, grids: Grids) -> Any:
+        return grids.height + grids.width
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        origin = {
+            "negative": lambda: np.maximum(cursor, 0),
+            "sixth": lambda: cursor + (grids.number >= 5),
+            "far": lambda: cursor + (cursor > 4099),
+        }[self.bend]()
+        return Placement([origin, cursor], step_row=[1, 0], step_col=[0, 1])
+
+
+@dataclass(frozen=True)
+class Declared(Bent):
+    """The same scheme with a wrong declaration."""
+
+    linear_in = ("cursor",)
+
+
+BENDS: dict[str, tuple[int, list[list[Segment]], list[int]]] = {  # first id, documents, first ids of the patches
+    "negative": (-9, [[Text(1), Grid(1, 1)]], [0]),
+    "sixth": (0, [[Grid(1, 1), Text(1)] * 6], [0, 3, 6, 9, 12, 16]),
+    "far": (4099, [[Grid(1, 1), Text(1), Grid(1, 1)]], [4099, 4103]),
+}
+
+
+@pytest.mark.parametrize("bend", BENDS)
+@pytest.mark.usefixtures("way")
+def test_a_scheme_that_declares_nothing_has_the_same_ids_with_and_without_the_extension(bend: str) -> None:
+    start, documents, want = BENDS[bend]
+    segments = SegmentTable.from_documents(documents)
+    place(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]), Bent(bend))
+    ids = place(segments, Bent(bend), start).dense()[0]
+    assert ids[(segments.kind == 1).repeat(segments.lengths)].tolist() == want
+
+
+@pytest.mark.parametrize("bend", BENDS)
+def test_check_finds_ids_that_are_not_as_declared(bend: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"^scheme 'bent': origin\[0\] of a grid of .* must be linear in c"):
+        check(Declared(bend))
+
+
+@pytest.mark.parametrize("scheme", [*(kind() for kind in SCHEMES.values()), RopeTie(axes=3), QwenImage(layered=True)])
+def test_the_schemes_of_mmpos_place_grids_as_they_declare(scheme: Scheme) -> None:
+    if scheme.linear_in is None:
+        with pytest.raises(InvalidInputError, match="got linear_in None, want some of cursor, start, number, text_tok"):
+            check(scheme)
+    else:
+        check(scheme, points=200)
+
+
+class Backwards(Scheme):
+    """A scheme whose grids move the cursor back."""
+
+    name: ClassVar[str] = "backwards"
+    linear_in = ("cursor",)
+    axes = 1
+
+    def advance(self, grids: Grids) -> Any:
+        return -grids.width
+
+    def place(self, grids: Grids, cursor: Any) -> Placement:
+        return Placement([cursor])
+
+
+@pytest.mark.usefixtures("way")
+def test_a_scheme_that_moves_the_cursor_back_is_refused() -> None:
+    segments = SegmentTable.from_documents([[Text(1)], [Text(2), Grid(1, 24), Text(1)]])
+    with pytest.raises(
+        InvalidInputError, match=r"^scheme 'backwards': got advance -24 for documents\[1\]\[1\], want >= "
+    ):
+        place(segments, Backwards())
+    with pytest.raises(InvalidInputError, match=r"^scheme 'backwards': got advance -\d+ for a grid of .*, want >= 0$"):
+        check(Backwards())

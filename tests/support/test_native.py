@@ -191,6 +191,18 @@ def test_expansion_stays_inside_a_table_that_was_changed() -> None:
     assert CORE.expand(table, 7, False, out, None, True) is False
 
 
+def test_arrays_of_impossible_shapes_are_declined() -> None:
+    out = np.zeros(3, np.int64)
+    for rows in range(6):
+        assert CORE.mask(np.zeros((rows, 2), np.int64), out) is False
+    for columns in (0, 4, 8):
+        assert CORE.enter(np.zeros((3, columns), np.int64), np.zeros((1, columns), np.int64)) is None
+    kind, offsets, extents = np.zeros(1, np.uint8), np.array([0, 1]), np.ones((3, 1), np.int64)
+    for columns in (0, 8, 15):
+        plan = np.zeros((3, columns), np.int64)
+        assert CORE.place(kind, extents, offsets, None, False, 0, plan, (True,) * 5) is None
+
+
 def test_info_reports_whether_the_extension_is_built() -> None:
     assert mmpos.info()["extension"] == "built"
     with replaced_by(None):
@@ -252,7 +264,7 @@ def test_the_extension_supports_every_scheme(case: Case, monkeypatch: pytest.Mon
     positions = place(SegmentTable.from_documents([document]), case.scheme)
     positions.dense()
     positions.rationals()
-    by_plan = ["place", "enter", "place"] if vars(type(get_scheme(case.scheme))).get("by_shape") else []
+    by_plan = ["place", "enter", "place"] if get_scheme(case.scheme).linear_in else []
     # The frames of these schemes are separate pieces.
     timed = case.name == "mrope-qwen2.5" or "tokens_per_second" in case.label
     general = [] if by_plan and not timed else ["placed"]

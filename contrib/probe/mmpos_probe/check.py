@@ -62,10 +62,9 @@ def check(
     if not wrong.any():
         return replace(diagnosis, num_tokens=reading.num_tokens - unknown, unknown_tokens=unknown)
     count, first = int(wrong.sum()), int(wrong.argmax())
-    if diagnosis.equal:
-        diagnosis = _unexplained(diagnosis, count)
+    diagnosis = _unexplained(diagnosis, count) if diagnosis.equal else diagnosis
     owner = np.repeat(np.arange(table.num_documents), table.lengths)
-    numerators, (denominator,) = table.slice(first, first + 1).rationals()
+    numerators, denominators = table.slice(first, first + 1).rationals()
     return replace(
         diagnosis,
         equal=False,
@@ -77,7 +76,7 @@ def check(
         what=table.describe(first, segments),
         axis=int((~known[:, first] | differ[:, first]).argmax()),
         got=tuple(np.where(known[:, first] & reading.explained[first], ids[:, first], np.nan).tolist()),
-        want=tuple(Fraction(int(numerator), int(denominator)) for (numerator,) in numerators),
+        want=tuple(map(Fraction, numerators[:, 0].tolist(), denominators.tolist() * table.axes)),
         unknown_tokens=unknown,
         wrong=wrong,
         owner=owner,

@@ -279,7 +279,7 @@ class _FrameTimes(MRopeTransformers):
 class _Still(MRopeTransformers):
     """Transformers' M-RoPE, but with all frames of a grid at the time of the grid's first frame."""
 
-    by_shape = True
+    linear_in = ("cursor",)
 
     def last_ids(self, grids: Grids) -> IntArray:
         return np.zeros_like(grids.frames)

@@ -126,6 +126,15 @@ def test_documents_with_the_same_index_are_drawn_side_by_side(tmp_path: Path) ->
     assert [word for word in labels if word.startswith("image")] == ["image 1", "image 2"]
 
 
+def test_panels_of_one_kind_share_their_scale_by_default() -> None:
+    tables = [table("4,4x6,4", scheme=scheme) for scheme in ("rope-tie", "mrope", "flatten")]
+    for same, ends in ((True, [42, 42, 32]), (False, [42, 14, 32])):
+        figure = plot_positions(tables, same_scale=same)
+        assert [
+            round(axes.get_xlim()[1] - max(0.8, end * 0.05)) for axes, end in zip(figure.axes, ends, strict=True)
+        ] == ends
+
+
 @pytest.mark.parametrize(
     ("positions", "path", "error", "message"),
     [

@@ -317,6 +317,18 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         "the delta 5 of documents[0] is used for documents[1], from the first difference on",
     ),
     ([2, 0, 1, 0, 1], ("2", "3"), FLATTEN, NEIGHBOUR.format("before")),
+    *[
+        (
+            [[*first, *axis[len(last) : 6 - len(first)], *last] for axis in ids_of("2,1x2,2", start=5).tolist()],
+            "2,1x2,2",
+            {"start": 5},
+            NEIGHBOUR.format(neighbour),
+        )
+        for first, last, neighbour in (
+            *(([], [last], "after") for last in (14, 5)),  # the next position, or the first id
+            *(([first], [], "before") for first in (0, 5)),
+        )
+    ],
 ]
 
 
@@ -330,21 +342,6 @@ def test_a_mistake_is_found_even_if_documents_have_different_starts() -> None:
 @pytest.mark.parametrize(("ids", "specs", "options", "cause"), CAUSES, ids=lambda value: None)
 def test_a_known_mistake_is_identified(ids: Any, specs: Any, options: dict[str, Any], cause: str) -> None:
     assert cause_of(ids, *([specs] if isinstance(specs, str) else specs), **options) == cause
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "neighbour"),
-    [
-        ([], [14], "after"),  # the next position
-        ([], [5], "after"),  # rolled
-        ([0], [], "before"),
-        ([5], [], "before"),
-    ],
-)
-def test_ids_shifted_by_one_token_are_recognized(first: list[int], last: list[int], neighbour: str) -> None:
-    rows, cols = [5, 6, 9, 9, 12, 13], [5, 6, 8, 10, 12, 13]
-    ids = [[*first, *axis[len(last) : 6 - len(first)], *last] for axis in (rows, cols)]
-    assert cause_of(ids, "2,1x2,2", start=5) == NEIGHBOUR.format(neighbour)
 
 
 def test_ids_cast_to_low_precision_are_recognized() -> None:
@@ -464,14 +461,6 @@ def test_a_mistake_replaces_one_method_even_if_methods_of_the_scheme_call_each_o
     assert (diagnosis.cause, diagnosis.explained) == (AHEAD, 3)
 
 
-def test_a_constant_offset_from_some_token_on_is_recognized() -> None:
-    ids = ids_of("3,2x3,4")
-    ids[:, 11:] += 3
-    assert cause_of(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 3 too large"
-    ids[:, 11:] -= 10
-    assert cause_of(ids, "3,2x3,4") == "from the first difference to the end of the document, ids are 7 too small"
-
-
 ONE = "the ids of one image (segment {}) are {}; all other tokens are right"
 BOTH = "the ids of 2 images (segments 1, 3) are {}; all other tokens are right"
 
@@ -507,24 +496,28 @@ def test_shifted_images_between_right_tokens_are_recognized(specs: list[str], sh
     assert "all other tokens are right" not in str(diagnose(ids, *specs, scheme="mrope"))
 
 
-def test_a_whole_document_is_not_called_shifted_if_its_first_or_last_tokens_are_right() -> None:
-    ids = ids_of("3,2x3,4,4x4,5", scheme="mrope")
-    ids[:, 14:29] += 1
-    cause = "a run of {} tokens has ids that are {} too large; all other tokens are right"
-    assert cause_of(ids, "3,2x3,4,4x4,5", scheme="mrope") == cause.format(15, 1)
-    text = ids_of("30")
-    text[:, 5:25] += 3
-    assert cause_of(text, "30") == cause.format(20, 3)
-    text[:, 24] += 1
-    assert cause_of(text, "30") is None
+REST = "from the first difference to the end of the document, ids are {} too {}"
+RUN = "a run of {} tokens has ids that are {} too large; all other tokens are right"
+RUNS = "2 runs of tokens have ids that are 1 too large; the tokens between them are right"
 
 
-def test_a_constant_offset_in_several_runs_is_recognized() -> None:
-    ids = ids_of("30")
-    ids[:, [21, 22, 23, 25, 26, 27]] += 1
-    assert cause_of(ids, "30") == "2 runs of tokens have ids that are 1 too large; the tokens between them are right"
-    ids[:, 25:28] += 1
-    assert cause_of(ids, "30") is None
+@pytest.mark.parametrize(
+    ("spec", "shifts", "cause"),
+    [
+        ("3,2x3,4", [(11, 13, 5)], REST.format(5, "large")),
+        ("3,2x3,4", [(11, 13, -7)], REST.format(7, "small")),
+        ("3,2x3,4,4x4,5", [(14, 29, 1)], RUN.format(15, 1)),  # not the whole document
+        ("30", [(5, 25, 3)], RUN.format(20, 3)),
+        ("30", [(5, 24, 3), (24, 25, 4)], None),
+        ("30", [(21, 24, 1), (25, 28, 1)], RUNS),
+        ("30", [(21, 24, 1), (25, 28, 2)], None),
+    ],
+)
+def test_constant_offsets_are_recognized(spec: str, shifts: list[tuple[int, int, int]], cause: str | None) -> None:
+    ids = ids_of(spec, scheme="mrope")
+    for start, stop, shift in shifts:
+        ids[:, start:stop] += shift
+    assert cause_of(ids, spec, scheme="mrope") == cause
 
 
 def test_zero_documents_are_reported_as_equal() -> None:

@@ -109,22 +109,6 @@ def test_equal_tables_give_equal_bytes_whatever_settings_the_caller_uses(tmp_pat
         assert not any(word in data for word in (b"dc:date", b"CreationDate"))
 
 
-def test_panels_show_names_gaps_and_next_positions(tmp_path: Path) -> None:
-    schemes = ("rope-tie", "naive-2d", "flatten", "rows", "mrope")
-    plot_positions([table("4,4x6,4", scheme=scheme) for scheme in schemes], tmp_path / "ids.svg")
-    labels = texts(tmp_path / "ids.svg")
-    notes = {
-        "rope-tie": ["gap (7, 5) on both sides", "next position 42"],
-        "naive-2d": ["gaps (1, 1) and (3, 1)", "next position 14"],
-        "flatten": ["next position 32"],
-        "rows": ["no next position"],
-        "mrope": ["gaps (1, 1) and (3, 1)", "next position 14"],
-    }
-    for scheme, lines in notes.items():
-        assert labels[labels.index(scheme) + 1 :][: len(lines)] == lines
-    assert labels[-4:] == ["text", "from text to text", "image", "next position"]
-
-
 @pytest.mark.parametrize("schemes", [["mrope"], ["rope-tie"], ["rope-tie", "mrope"]])
 @pytest.mark.parametrize("spec", ["3,2x3,2", "7,3x5,7,6x2,2", "1,2x2,1,2x3,1,2x2,1,3x3,1,2x2,1"])
 def test_the_legend_fits_the_picture(spec: str, schemes: list[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pictures import table, texts
+from pictures import table
 from tolerance import EXACT, assert_within, cos_sin, gamma, printed, rotations
 
 from mmpos.analysis.plot import Kernel, attention_kernel, plot_attention
@@ -120,22 +120,6 @@ def kernel(label: str, **changed: Any) -> Kernel:
     patches = np.linspace(0.2, 1, 12).reshape(3, 4)
     values = {"query": (2, 3), "patches": patches, "before": patches[0], "after": patches[1]}
     return Kernel(label, **{**values, **changed})
-
-
-def test_every_kernel_is_labelled_on_its_map_and_on_its_curve(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot_attention([kernel("one"), kernel("two", before=np.zeros(0))], tmp_path / "a.svg")
-    labels = texts(tmp_path / "a.svg")
-    counts = {word: labels.count(word) for word in ("one", "two", "row", "column", "mean cosine")}
-    assert counts == {"one": 2, "two": 2, "row": 2, "column": 2, "mean cosine": 1}
-
-
-def test_curves_run_from_the_text_before_the_image_to_the_text_after_it() -> None:
-    pytest.importorskip("matplotlib")
-    one = kernel("one", before=np.array([0.3, 0.2]), after=np.array([0.4]))
-    (line,) = plot_attention([one]).axes[-1].lines
-    assert np.asarray(line.get_xdata()).tolist() == [-2, -1, 0, 1]
-    assert np.asarray(line.get_ydata()).tolist() == [0.2, 0.3, pytest.approx(np.nan, nan_ok=True), 0.4]
 
 
 def test_maps_share_one_scale_from_the_smallest_cosine_to_one() -> None:

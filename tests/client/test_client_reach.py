@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from certificates import make_certificate
+from clients import open_client
 from waiting import free_port
 
 from mmpos import SegmentTable, Text
@@ -112,6 +113,9 @@ def test_tls_failures_name_their_cause(tmp_path: Path) -> None:
         assert cause(address, Tls(cert)).endswith(unidentified)
         unknown = " (a server that does not trust tls.certificate closes it)"
         assert cause(address, Tls(cert, other, other_key)).endswith(unknown)
+        for kind in ("sync", "async"):
+            with open_client(kind, address, tls=Tls(cert.read_bytes(), str(cert), key, "server")) as client:
+                assert client.place(SEGMENTS).num_tokens == 3
     with running() as address:
         assert cause(address, Tls(cert)) == "tls: the server does not use TLS, want tls=None"
 

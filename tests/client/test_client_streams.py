@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import fake_server
 import grpc
 import pytest
 from clients import failure, open_client
@@ -21,8 +15,8 @@ from fake_server import UNAVAILABLE, Fake, Stream, echo_stream, serving
 from results import assert_equal
 from waiting import eventually
 
-from mmpos import Grid, SegmentTable, SequenceBuilder, Text, place
-from mmpos.client import Client, PositionsQuery, streams
+from mmpos import Grid, SegmentTable, SequenceBuilder, Text
+from mmpos.client import PositionsQuery, streams
 from mmpos.client.channel import error_of
 from mmpos.errors import InvalidInputError, ServiceError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.images import ImageProcessor
@@ -289,46 +283,3 @@ def test_the_stream_timeout_limits_the_wait_for_each_answer(kind: str) -> None:
     error = ServiceTimeoutError, "stream: no answer in 0.2 seconds"
     with serving(Fake(stream=stream)) as address, open_client(kind, address, timeout=0.2) as client:
         assert failure(lambda: list(client.stream(numbered(4)))) == error
-
-
-@contextmanager
-def workers(count: int) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """Start servers that share a port, like the workers of one server."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{reserved.getsockname()[1]}"
-        command = [sys.executable, fake_server.__file__, address]
-        started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
-        try:
-            for process in started:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "up\n"
-            yield address, started
-        finally:
-            for process in started:
-                process.kill()
-                process.communicate()
-
-
-def test_a_killed_worker_loses_no_call_and_no_stream_item() -> None:
-    large = SegmentTable.from_documents([[Text(1)] * 100_000])  # larger than gRPC's retry buffer
-    queries = numbered(60)
-    with workers(2) as (address, processes), ThreadPoolExecutor(32) as pool, ExitStack() as stack:
-
-        def streamed(kind: str) -> list[object]:
-            with open_client(kind, address) as client:
-                return list(client.stream(queries))
-
-        clients = [stack.enter_context(Client(address)) for _ in range(4)]
-        calls = [pool.submit(clients[i % 4].place, SEGMENTS, "mrope", i) for i in range(24)]
-        calls += [pool.submit(clients[i].place, large) for i in range(2)]
-        answered = [pool.submit(streamed, kind) for kind in ("sync", "async") for _ in range(2)]
-        time.sleep(0.3)
-        processes[0].kill()
-        for i, call in enumerate(calls[:24]):
-            assert_equal(call.result(), place(SEGMENTS, "mrope", i))
-        for call in calls[24:]:
-            assert call.result().num_tokens == 100_000
-        for stream in answered:
-            assert_equal(stream.result(), [query.run() for query in queries])

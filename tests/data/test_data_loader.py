@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import multiprocessing
@@ -13,10 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from importlib import resources
 from itertools import islice
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, assert_type
 
 import datasets
@@ -24,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from data_corpus import NumberedShard, records, write_jsonl, write_parquet, write_tar
+from functions_called import functions_called
 from results import assert_equal
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -455,16 +454,6 @@ def test_image_policies_can_skip_documents_or_stop_the_run(tmp_path: Path) -> No
         run("raise", "skip")
 
 
-def test_a_builder_without_images_stops_the_run_even_if_errors_are_skipped(tmp_path: Path) -> None:
-    blind = replace(PREPROCESS, builder=SequenceBuilder())
-    dataset = data([Photos("photos", 9)], Batcher(1), preprocess=blind, shuffle=0, on_error="skip", quarantine=tmp_path)
-    with pytest.raises(
-        UnsupportedError, match=r"^0 \(photos\[0\]\): parts\[0\]: got ndarray, want .* images=ImageProc"
-    ):
-        list(dataset)
-    assert read_quarantine(tmp_path) == []
-
-
 def half(record: Any, location: Location) -> Any:
     """Make an example from every other record, and refuse the others for one of two reasons."""
     if location.index % 2:
@@ -643,24 +632,6 @@ def test_rank_and_world_size_are_read_from_torch_distributed(tmp_path: Path) -> 
 
 
 # Functions per call
-
-
-def functions_called(work: Callable[[], object]) -> int:
-    """Return how many mmpos functions a warm call runs, as a measure of how much code a reader has to follow."""
-    root, seen = str(Path(str(resources.files("mmpos")))), set()
-
-    def profile(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(root) and not frame.f_code.co_name.startswith("<"):
-            seen.add(frame.f_code)
-
-    work()
-    gc.collect()  # so that no unrelated object is closed during the call
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return len(seen)
 
 
 def test_building_and_batching_call_few_functions() -> None:

@@ -50,7 +50,7 @@ def planned(headers: Headers, **settings: object) -> TrainingPlan:
 
 
 def check(result: TrainingPlan, headers: Headers) -> None:
-    """Check the invariants of a plan: each example once, packs that fit, complete steps, and correct sums."""
+    """Check a plan: each example once, packs that fit, complete steps that can be resumed, and correct sums."""
     assert sorted(result.members.tolist()) == list(range(len(headers)))
     assert result.num_packs % (result.ranks * result.microbatches) == 0
     packs = [result.members[a:b] for a, b in itertools.pairwise(result.pack_offsets.tolist())]
@@ -59,6 +59,8 @@ def check(result: TrainingPlan, headers: Headers) -> None:
     assert [headers.labels[pack].sum() for pack in packs] == result.labels.tolist()
     assert result.tokens.max() <= result.max_tokens
     assert result.member_tokens.tolist() == headers.tokens[result.members].tolist()
+    whole, rest = ([[pack.tolist() for pack in step] for step in result.packs(0, start=start)] for start in (0, 1))
+    assert (len(whole), rest) == (result.num_steps, whole[1:])
 
 
 def test_expensive_examples_are_assigned_first_to_the_cheapest_packs() -> None:
@@ -163,23 +165,6 @@ def test_a_dummy_is_appended_to_a_pack_that_needs_an_image_and_is_not_trained_on
     )
     with pytest.raises(InvalidInputError, match="dummy: got an example without an image"):
         PlannedPack(pack, 1.0, True).with_dummy(text)
-
-
-def test_a_killed_stream_resumes_within_a_window() -> None:
-    headers = mixed_corpus(900)
-
-    def steps(number: int, step: int) -> list[tuple[int, list[list[int]]]]:
-        """Plan windows of 300 examples, starting at the given step of the given window."""
-        rest: list[tuple[int, list[list[int]]]] = []
-        for window in range(number, 3):
-            result = planned(headers[300 * window : 300 * window + 300], max_tokens=8192, ranks=2, seed=window)
-            rest += [(window, [pack.tolist() for pack in packs]) for packs in result.packs(0, start=step)]
-            step = 0
-        return rest
-
-    whole = steps(0, 0)
-    first = sum(number == 0 for number, _ in whole)
-    assert steps(1, 2) == whole[first + 2 :]
 
 
 def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from mmpos.data.examples import Example, Location, RecordError
 from mmpos.data.preprocess import storage
 from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
 from mmpos.data.readers import Reader
-from mmpos.schemes import SCHEMES, RopeTie
+from mmpos.schemes import SCHEMES, RopeTie, Scheme
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
 
@@ -51,39 +52,31 @@ def test_examples_of_every_scheme_are_read_back_unchanged(tmp_path: Path, scheme
     assert shard.count() == len(examples)
 
 
-def test_float_patches_times_separators_and_slices_are_read_back_unchanged(tmp_path: Path) -> None:
+def test_float_patches_times_separators_slices_and_schemes_without_text_are_read_back(tmp_path: Path) -> None:
     pixels = example("f", ["ab", PHOTO, "cd"], dtype="float32")
     assert pixels.sequence.patches is not None
     assert pixels.sequence.patches.dtype == np.float32
-    segments = SegmentTable.from_documents([[Text(2), Grid(2, 3, frames=2, seconds_per_frame=Fraction(1, 3))]])
-    timed = replace(
-        pixels.sequence,
-        input_ids=np.arange(14),
-        token_type_ids=np.repeat(segments.kind, segments.lengths),
-        segments=segments,
-        positions=place(segments, RopeTie(axes=3)),
-    )
-    rows = SegmentTable.from_documents([[Text(2), Grid(3, 3, row_separator=True)]])
-    separated = replace(
-        timed,
-        segments=rows,
-        token_type_ids=np.array([0, 0, *[1, 1, 1, 0] * 3], np.uint8),
-        positions=place(rows, "rope-tie"),
-    )
-    examples = [pixels.slice(1, pixels.num_tokens), Example("separated", separated, np.arange(14))]
-    for got, want in zip(written(tmp_path / "x.parquet", examples).examples(), examples, strict=True):
-        assert_equal(got, want)
-    (got,) = written(tmp_path / "t.parquet", [Example("timed", timed, np.arange(14))]).examples()
-    assert_equal(got, Example("timed", timed, np.arange(14)))
 
+    def bare(name: str, document: list[Any], scheme: str | Scheme, types: list[int]) -> Example:
+        segments = SegmentTable.from_documents([document])
+        sequence = replace(
+            example("sizes", ["a", Grid(2, 2), "b"]).sequence,
+            input_ids=np.arange(segments.num_tokens),
+            token_type_ids=np.array(types, np.uint8),
+            segments=segments,
+            positions=place(segments, scheme),
+        )
+        return Example(name, sequence, np.arange(segments.num_tokens))
 
-def test_a_scheme_without_text_is_read_back_unchanged(tmp_path: Path) -> None:
-    sequence = example("grid", ["a", Grid(2, 2), "b"]).sequence
-    segments = SegmentTable.from_documents([[Grid(2, 4)]])
-    positions = place(segments, "grid-2d")
-    bare = replace(sequence, segments=segments, positions=positions, token_type_ids=np.ones(8, np.uint8))
-    (got,) = written(tmp_path / "x.parquet", [Example("grid", bare, np.arange(8))]).examples()
-    assert_equal(got, Example("grid", bare, np.arange(8)))
+    timed = [Text(2), Grid(2, 3, frames=2, seconds_per_frame=Fraction(1, 3))]
+    separated = [Text(2), Grid(3, 3, row_separator=True)]
+    for examples in (
+        [pixels.slice(1, pixels.num_tokens), bare("separated", separated, "rope-tie", [0, 0, *[1, 1, 1, 0] * 3])],
+        [bare("timed", timed, RopeTie(axes=3), [0, 0, *[1] * 12])],
+        [bare("grid", [Grid(2, 4)], "grid-2d", [1] * 8)],
+    ):
+        for got, want in zip(written(tmp_path / "x.parquet", examples).examples(), examples, strict=True):
+            assert_equal(got, want)
 
 
 def test_arrays_that_are_read_back_are_writeable(tmp_path: Path) -> None:

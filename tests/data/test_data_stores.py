@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import multiprocessing
 import pickle
 import re
 import signal
-import tarfile
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -20,12 +18,12 @@ from typing import IO, Any, ClassVar, Literal
 
 import pyarrow as pa
 import pytest
-from PIL import Image
+from data_corpus import records, write_jsonl, write_parquet, write_tar
 from pyarrow import parquet
 from s3 import ENVIRONMENT, make_bucket, s3_server
 
 from mmpos import ImageProcessor, SequenceBuilder
-from mmpos.data import Pairs, Preprocess, Reader, RecordError, shards, write_sequences
+from mmpos.data import HFImages, Pairs, Preprocess, Reader, RecordError, shards, write_sequences
 from mmpos.data.stores import StorePath, _errors_of, open_parquet, store_path
 from mmpos.errors import InvalidInputError
 
@@ -298,45 +296,28 @@ def test_errors_are_classified_independently_of_file_names(error: Exception, kin
     assert type(raised.value) is kind
 
 
-def _write_shards(folder: StorePath) -> None:
-    """Write a shard of five records in each file format."""
-    lines = b"".join(json.dumps({"id": i, "text": f"line {i}"}).encode() + b"\n" for i in range(5))
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for i in range(5):
-            member = tarfile.TarInfo(f"{i:03}.txt")
-            member.size = 1000 * i
-            tar.addfile(member, io.BytesIO(bytes([65 + i]) * member.size))
-    table = pa.table({"n": range(5), "text": [f"row {i}" for i in range(5)]})
-    rows = io.BytesIO()
-    parquet.write_table(table, rows, row_group_size=2)
-    for name, data in {
-        "a.jsonl": lines,
-        "a.jsonl.gz": gzip.compress(lines),
-        "b.jsonl.zst": pa.compress(lines, "zstd", asbytes=True),
-        "c.tar": packed.getvalue(),
-        "c.tar.gz": gzip.compress(packed.getvalue()),
-        "d.parquet": rows.getvalue(),
-    }.items():
-        (folder / name).write_bytes(data)
-
-
-def _records(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str, object]]]:
-    records = [(location.index, record) for location, record in reader.records(start, step)]
-    assert not any(isinstance(record, RecordError) for _, record in records), records
-    return [(index, {**record, "__url__": ""}) for index, record in records if not isinstance(record, RecordError)]
+def _read_all(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str, object]]]:
+    found = [(location.index, record) for location, record in reader.records(start, step)]
+    assert not any(isinstance(record, RecordError) for _, record in found), found
+    return [(index, {**record, "__url__": ""}) for index, record in found if not isinstance(record, RecordError)]
 
 
 def test_shards_in_a_store_are_read_like_local_ones(folder: StorePath, tmp_path: Path) -> None:
-    here = store_path("here", tmp_path / "here")
-    here.make_folder()
-    for path in (here, folder):
-        _write_shards(path)
+    here, rows = tmp_path / "here", records(0, 5)
+    here.mkdir()
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        write_jsonl(here / name, rows)
+    (here / "b.jsonl.zst").write_bytes(pa.compress((here / "a.jsonl").read_bytes(), "zstd", asbytes=True))
+    for name in ("c.tar", "c.tar.gz"):
+        write_tar(here / name, rows)
+    write_parquet(here / "d.parquet", rows, group=2)
+    for path in here.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
     readers, wanted = (shards([str(path / "*.jsonl*"), str(path / "[cd].*")]) for path in (folder, here))
     assert [reader.source for reader in readers] == [str(folder / Path(reader.source).name) for reader in wanted]
     for reader, want in zip(readers, wanted, strict=True):
         for start, step in ((0, 1), (1, 2), (9, 1)):
-            assert _records(reader, start, step) == _records(want, start, step), reader
+            assert _read_all(reader, start, step) == _read_all(want, start, step), reader
     with pytest.raises(InvalidInputError, match=r"^paths\[1\]: got '.*none\.tar', want a file, or a pattern"):
         shards([str(folder / "c.tar"), str(folder / "none.tar")])
 
@@ -365,19 +346,24 @@ def engine(
 def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
     kind: str, engine: Literal["local", "ray"], server: str, tmp_path: Path
 ) -> None:
-    bucket, records = f"corpus-{kind}-{engine}", 1_000
+    bucket, rows = f"corpus-{kind}-{engine}", records(0, 1000)
     make_bucket(server, bucket)
-    data = (_small_tar if kind == "tar" else _small_table)(records)
-    builder = SequenceBuilder(images=ImageProcessor(max_tokens=4))
+    for row in rows:  # more than one request reads
+        row["image"]["bytes"] += bytes(10_000)
+    for row in rows[7::100]:
+        row["image"] = {"bytes": b"broken", "path": None}
+    write, format_ = (write_tar, Pairs()) if kind == "tar" else (write_parquet, HFImages())
+    data = write(tmp_path / f"written.{kind}", rows).read_bytes()
+    preprocess = Preprocess(format_, SequenceBuilder(images=ImageProcessor(max_tokens=4)))
     outputs = {}
     here = store_path("folder", tmp_path)
     there = store_path("folder", f"s3://{bucket}")
     engines: dict[StorePath, Literal["local", "ray"]] = {here: "local", there: engine}
     for folder, name in engines.items():
         (folder / f"corpus.{kind}").write_bytes(data)
-        readers, preprocess = shards(str(folder / f"corpus.{kind}")), Preprocess(Pairs(), builder)
+        readers = shards(str(folder / f"corpus.{kind}"))
         summary = write_sequences(readers, folder / "ready", preprocess, on_error="skip", engine=name)
-        assert (summary.counts.documents, summary.counts.skipped) == (99 * records // 100, records // 100)
+        assert (summary.counts.documents, summary.counts.skipped) == (990, 10)
         files = {path.name: path.read_bytes() for path in (folder / "ready").glob("*")}
         rows = {name: parquet.read_table(io.BytesIO(file)) for name, file in files.items() if name.endswith("parquet")}
         lines = [
@@ -386,35 +372,8 @@ def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
             if name.endswith("jsonl")
             for line in file.splitlines()
         ]
-        assert [line["index"] for line in lines] == list(range(7, records, 100))
+        assert [line["index"] for line in lines] == list(range(7, 1000, 100))
         assert all("image" in line["error"] for line in lines)
         reasons = [line["error"].replace(str(folder), "") for line in lines]
         outputs[folder] = {name: table.replace_schema_metadata() for name, table in rows.items()}, reasons
     assert outputs[here] == outputs[there]
-
-
-def _small_images(count: int) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield each record's key, image and caption; every hundredth record, starting at record 7, has a broken image."""
-    for i in range(count):
-        image = io.BytesIO()
-        Image.new("RGB", (56, 56), (i % 251, i % 241, i % 239)).save(image, "png", compress_level=0)
-        content = image.getvalue()
-        yield f"{i:06}", content[:40] if i % 100 == 7 else content, f"caption {i}".encode()
-
-
-def _small_tar(count: int) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for key, image, caption in _small_images(count):
-            for extension, content in (("png", image), ("txt", caption)):
-                member = tarfile.TarInfo(f"{key}.{extension}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
-
-
-def _small_table(count: int) -> bytes:
-    keys, images, captions = zip(*_small_images(count), strict=True)
-    file = io.BytesIO()
-    parquet.write_table(pa.table({"__key__": keys, "png": images, "txt": captions}), file, row_group_size=250)
-    return file.getvalue()

@@ -1,10 +1,7 @@
-"""A server whose answers the test defines; as a program, it runs in a process that can be killed."""
+"""A server whose answers the test defines."""
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,26 +70,3 @@ def serving(fake: Fake, address: str = "127.0.0.1:0", serving: bool = True) -> I
         yield address if address.startswith("unix") else f"127.0.0.1:{port}"
     finally:
         server.stop(0).wait()
-
-
-def _main() -> None:
-    def place(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
-        time.sleep(0.5)  # still running when a worker dies
-        return echo(request, context)
-
-    def stream(
-        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamPlaceResponse]:
-        for response in echo_stream(requests, context):
-            time.sleep(0.02)
-            yield response
-
-    server = grpc.server(ThreadPoolExecutor(64), handlers=[Fake(place, stream)])  # may share its port
-    server.add_insecure_port(sys.argv[1])
-    server.start()
-    print("up", flush=True)
-    threading.Event().wait()
-
-
-if __name__ == "__main__":
-    _main()

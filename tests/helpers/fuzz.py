@@ -44,7 +44,10 @@ LAZY = 8
 """Threads that may start later: pools create theirs on demand."""
 
 LIMITS = {"tokens": 2**20, "response_bytes": 2**25, "pixels": 2**22}
-"""Limits of the server, without which large answers would take most of the time; ``--defaults`` keeps the defaults."""
+"""Limits of the server, without which large answers would take most of the time."""
+
+HEALTH_MS, MEMORY_PERCENT = 100.0, 2.0
+"""Limits on the latency of a health check and on memory growth."""
 
 
 # Attackers.
@@ -165,13 +168,11 @@ class Server(Program):
 
 
 @contextmanager
-def serving(*, defaults: bool = False, environment: dict[str, str] | None = None) -> Iterator[Server]:
+def serving(environment: dict[str, str] | None) -> Iterator[Server]:
     """Run a server in a separate process."""
     with tempfile.TemporaryDirectory(prefix="mmpos-fuzz-") as folder:
         path = Path(folder) / "settings.toml"
-        path.write_text(
-            "" if defaults else "[limits]\n" + "\n".join(f"{name} = {limit}" for name, limit in LIMITS.items())
-        )
+        path.write_text("[limits]\n" + "\n".join(f"{name} = {limit}" for name, limit in LIMITS.items()))
         arguments = ("--config", str(path), "--log-level", "warning")
         server = Server.launch(Path(folder) / "log", *arguments, environment=environment)
         try:
@@ -250,7 +251,6 @@ async def fuzz(
     *,
     processes: int,
     settle: float,
-    defaults: bool = False,
     environment: dict[str, str] | None = None,
     number: int = 0,
     log: Callable[[str], object] = str,
@@ -264,14 +264,13 @@ async def fuzz(
         processes: number of attacker processes; 0 attacks from this process, which starts faster but delays the
             witnesses.
         settle: seconds that the server is given to come to rest afterwards.
-        defaults: whether the server runs with its default settings.
         environment: the server's environment; None for this process's environment.
         number: number of the first round.
         log: callback that receives a progress line every minute.
     """
     loop, witness, tally = asyncio.get_running_loop(), Witness(), Tally()
     with (
-        serving(defaults=defaults, environment=environment) as server,
+        serving(environment) as server,
         ProcessPoolExecutor(processes or 1, mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
         address = server.address
@@ -319,11 +318,6 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", help="names of attacks, such as frames,idle, or one round, such as frames:17"
     )
-    parser.add_argument("--processes", type=int, default=2, help="number of attacker processes")
-    parser.add_argument("--settle", type=float, default=60.0, help="seconds of rest at the end")
-    parser.add_argument("--health-ms", type=float, default=100.0, help="limit on the latency of a health check")
-    parser.add_argument("--memory-percent", type=float, default=2.0, help="limit on memory growth")
-    parser.add_argument("--defaults", action="store_true", help="run the server with its default limits")
     options = parser.parse_args()
     only, _, number = options.only.partition(":")
     verdict = asyncio.run(
@@ -331,14 +325,13 @@ def main() -> int:
             0.0 if number else options.seconds,
             options.seed,
             only.split(",") if only else list(ATTACKS),
-            processes=1 if number else options.processes,
-            settle=options.settle,
-            defaults=options.defaults,
+            processes=1 if number else 2,
+            settle=60.0,
             number=int(number or 0),
             log=lambda line: print(line, file=sys.stderr, flush=True),
         )
     )
-    faults = verdict.faults(options.health_ms, options.memory_percent)
+    faults = verdict.faults(HEALTH_MS, MEMORY_PERCENT)
     print(f"seed      {options.seed}\n{verdict.report()}")
     for fault in faults:
         print(f"FAULT     {fault}")

@@ -26,10 +26,6 @@ EXTENSIONS: list[str] = np.show_config(mode="dicts")["SIMD Extensions"].get("fou
 
 SETTINGS: dict[str, dict[str, str]] = {
     "as-it-is": {},
-    "torch-default": {"ATEN_CPU_CAPABILITY": "default"},
-    "torch-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "mkl-sse4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    "mkl-avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     # Like processors without AVX512 or without AVX: these variables apply to torch, MKL, oneDNN, numpy and its
     # OpenBLAS.
     "avx2": {

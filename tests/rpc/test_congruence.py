@@ -23,17 +23,12 @@ import mmpos.rotary
 from mmpos import (
     SCHEMES,
     Grid,
-    ImageProcessor,
     ImageSize,
     InvalidInputError,
     LimitExceededError,
-    Markers,
     MmposError,
-    PositionTable,
     SegmentTable,
-    SequenceBuilder,
     Text,
-    UnsupportedError,
     Video,
     place,
 )
@@ -56,7 +51,7 @@ from mmpos.rpc.positions import get_query
 from mmpos.rpc.v1 import positions_pb2
 from mmpos.schemes import MRopeQwen25, RopeTieV2, Scheme
 from mmpos.segments import CLIP, THUMBNAIL, TILE, Audio, Clip, CropMarkers, Placeholders, Thumbnail, Tile
-from mmpos_server.config import ServerConfig
+from mmpos_server.config import Profiles, ServerConfig
 from mmpos_server.testing import running
 
 COFFEE = Path(str(resources.files("mmpos"))) / "photos" / "coffee.jpg"
@@ -81,24 +76,9 @@ scheme = "tmrope"
 markers = { video = 400, audio = 401, audio_begin = 402, audio_end = 403 }
 images = { backend = "pillow" }
 """
-LOCAL = {
-    None: SequenceBuilder(images=ImageProcessor("pillow")),
-    "halves": SequenceBuilder(
-        images=ImageProcessor("pillow", spatial_merge_size=1, dtype="float32", max_source_pixels=1000),
-        scheme="rope-tie-v2",
-    ),
-    "breaks": SequenceBuilder(images=ImageProcessor("pillow"), markers=Markers(row=300)),
-    "pixtral": SequenceBuilder(
-        images=ImageProcessor("pillow", spatial_merge_size=1),
-        scheme="flatten",
-        markers=Markers(None, None, row=300, last_row=301),
-    ),
-    "omni": SequenceBuilder(
-        images=ImageProcessor("pillow"),
-        scheme="tmrope",
-        markers=Markers(video=400, audio=401, audio_begin=402, audio_end=403),
-    ),
-}
+SERVED = ServerConfig.read(PROFILES)
+LOCAL = Profiles.from_config(SERVED)
+BUILDER = LOCAL.default.builder
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(6)]])
 
 
@@ -121,11 +101,10 @@ class Both:
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    path = tmp_path_factory.mktemp("config") / "server.toml"
+def ask() -> Iterator[Both]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        running(ServerConfig.read(PROFILES, path)) as address,
+        running(SERVED) as address,
         open_client("sync", address, timeout=60) as sync,
         open_client("async", address, timeout=60) as async_client,
     ):
@@ -210,6 +189,7 @@ QUERIES = [
 WRONG = [
     *(PositionsQuery(source, "mrope") for source in TILES),
     PositionsQuery(InputIds([1, 2, 9, 1], Placeholders(image=9, crops=MARKERS), [[1, 1, 1]]), "mrope-canvas"),
+    PositionsQuery(InputIds([258, 300], Placeholders(image=258, rows=(300, 301)), [[1, 1, 1]])),
     *(PositionsQuery(source, "mrope") for source in CLIPS[:3]),
     PositionsQuery(InputIds([9, 9], Placeholders(image=5, audio=9), audio_lengths=[3]), "tmrope"),
     PositionsQuery(SEGMENTS, "nonsense"),
@@ -244,14 +224,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("query", QUERIES)
-def test_queries_match_local_calls(ask: Both, query: PositionsQuery) -> None:
-    assert_equal(ask("query", query), query.run())
-
-
-@pytest.mark.parametrize("query", WRONG)
-def test_invalid_queries_raise_the_local_errors(ask: Both, query: PositionsQuery) -> None:
-    assert_equal(_outcome(lambda: ask("query", query)), _outcome(query.run))
+@pytest.mark.parametrize(
+    ("query", "right"), [*((query, True) for query in QUERIES), *((query, False) for query in WRONG)]
+)
+def test_queries_match_local_calls(ask: Both, query: PositionsQuery, right: bool) -> None:
+    want = _outcome(query.run)
+    assert isinstance(want, MmposError) != right
+    assert_equal(_outcome(lambda: ask("query", query)), want)
 
 
 def test_random_queries_match_local_calls(ask: Both) -> None:
@@ -329,24 +308,14 @@ WRONG_PARTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("parts", PARTS)
-def test_sequences_match_local_builds(ask: Both, parts: list[object]) -> None:
-    assert_equal(ask("build", parts), LOCAL[None].build(parts))
-
-
 def test_builds_accept_a_scheme_and_a_start(ask: Both) -> None:
-    want = replace(LOCAL[None], scheme="mrope", start=5).build(PARTS[0])
+    want = replace(BUILDER, scheme="mrope", start=5).build(PARTS[0])
     assert_equal(ask("build", PARTS[0], scheme="mrope", start=5), want)
     assert_equal(ask("build_batch", [PARTS[0]], scheme="mrope", start=5), [want])
 
 
-@pytest.mark.parametrize("parts", WRONG_PARTS)
-def test_invalid_sequences_raise_the_local_errors(ask: Both, parts: list[object]) -> None:
-    assert_equal(_outcome(lambda: ask("build", parts)), _outcome(lambda: LOCAL[None].build(parts)))
-
-
 def test_invalid_build_arguments_are_refused(ask: Both) -> None:
-    assert_equal(_outcome(lambda: ask("build_batch", 5)), _outcome(lambda: LOCAL[None].build_batch(5)))  # type: ignore[arg-type]
+    assert_equal(_outcome(lambda: ask("build_batch", 5)), _outcome(lambda: BUILDER.build_batch(5)))  # type: ignore[arg-type]
     for options, message in (
         ({"start": 0.5}, "start: got 0.5, want an integer"),
         ({"patches": 1}, "patches: got 1, want True or False"),
@@ -377,9 +346,10 @@ BROKEN: list[Any] = [
 def test_errors_name_the_first_of_two_broken_parts(ask: Both) -> None:
     documents = [["a", first, "b", second] for first in BROKEN for second in BROKEN]
     documents += [[Grid(1, 1), ImageSize(30, 40), PHOTO, broken] for broken in BROKEN]
-    want = [_outcome(partial(LOCAL[None].build, parts)) for parts in documents]
+    want = [_outcome(partial(BUILDER.build, parts)) for parts in documents]
     assert all(isinstance(outcome, MmposError) for outcome in want)
-    results = ask("build_batch", documents, errors="return")
+    *results, right, other = ask("build_batch", [*documents, *PARTS[:2]], errors="return")
+    assert_equal([right, other], BUILDER.build_batch(PARTS[:2]))
     for d, (error, local) in enumerate(zip(results, want, strict=True)):
         assert (type(error), str(error)) == (type(local), f"documents[{d}].{local}")
     for parts, outcome in zip(documents[4::7], want[4::7], strict=True):
@@ -388,56 +358,52 @@ def test_errors_name_the_first_of_two_broken_parts(ask: Both) -> None:
         batch = [["a"], *documents[first : first + 5]]
         assert_equal(
             _outcome(partial(ask, "build_batch", batch)),
-            _outcome(partial(LOCAL[None].build_batch, batch)),
+            _outcome(partial(BUILDER.build_batch, batch)),
         )
 
 
-@pytest.mark.parametrize("scheme", ["rope-tie", "flatten", "mrope"])
-def test_sequences_with_row_separators_match_local_builds(ask: Both, scheme: str) -> None:
-    local = replace(LOCAL["breaks"], scheme=scheme)
-    for parts in (["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]):
-        want, remote = (partial(call, parts) for call in (local.build, partial(ask, "build")))
-        assert_equal(_outcome(partial(remote, profile="breaks", scheme=scheme)), _outcome(want))
+ROWED: list[list[Any]] = [["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]]
+PIXTRAL: list[list[Any]] = [["x", Grid(2, 3), Grid(1, 1)], [PHOTO, *ROWED[1]]]
+TIMES = [Fraction(1001, 1000), Fraction(1), Fraction(1)]
+SPOKEN = ["a", Clip(1, 2, frames=3, audio=60, seconds_per_frame=TIMES[0]), Audio(3), Grid(1, 2)]
+SPOKEN += [Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2)]
+BUILDS: list[tuple[str | None, str | None, list[Any]]] = [
+    *((None, None, parts) for parts in (*PARTS, *WRONG_PARTS)),
+    (None, "mrope", ["a", Grid(1, 2, frames=2), "b", Grid(2, 1, frames=3, seconds_per_frame=0.5)]),
+    ("halves", None, ["x", PHOTO]),
+    *(("breaks", scheme, parts) for scheme in ("rope-tie", "flatten", "mrope") for parts in ROWED),
+    *(("pixtral", None, parts) for parts in PIXTRAL),
+    *(("omni", scheme, SPOKEN) for scheme in ("tmrope", "tmrope-qwen3")),
+    *(
+        (profile, scheme, ["a", part])
+        for profile in (None, "omni")
+        for part in (Audio(2), Clip(1, 2, frames=1, audio=2), [401])
+        for scheme in ("mrope", "grid-2d")
+    ),
+]
 
 
-def test_sequences_with_videos_of_known_grids_match_local_builds(ask: Both) -> None:
-    parts = ["a", Grid(1, 2, frames=2), "b", Grid(2, 1, frames=3, seconds_per_frame=0.5)]
-    assert_equal(ask("build", parts, scheme="mrope"), replace(LOCAL[None], scheme="mrope").build(parts))
+@pytest.mark.parametrize(("profile", "scheme", "parts"), BUILDS)
+def test_sequences_match_local_builds(ask: Both, profile: str | None, scheme: str | None, parts: list[object]) -> None:
+    builder = LOCAL.get(profile).builder
+    local = builder if scheme is None else replace(builder, scheme=scheme)
+    remote = partial(ask, "build", parts, profile=profile, scheme=scheme)
+    assert_equal(_outcome(remote), _outcome(partial(local.build, parts)))
 
 
-def test_pixtral_images_match_local_builds(ask: Both) -> None:
-    for parts in (["x", Grid(2, 3), Grid(1, 1)], [PHOTO, "x", Video([PHOTO] * 2, times=[0, 1])]):
-        want = LOCAL["pixtral"].build(parts)
-        assert_equal(ask("build", parts, profile="pixtral"), want)
+def test_token_ids_of_built_sequences_have_the_positions_of_the_sequences(ask: Both) -> None:
+    for parts in PIXTRAL:
+        want = LOCAL.get("pixtral").builder.build(parts)
         ids = InputIds(want.input_ids, Placeholders(image=258, rows=(300, 301)), want.grid_thw)
         ids_of_profile = InputIds(want.input_ids, image_grid_thw=want.grid_thw)
         for source, profile in ((ids, None), (ids_of_profile, "pixtral")):
             result = ask("query", PositionsQuery(source, "flatten"), profile=profile)
             assert_equal(result.table.dense(), want.positions.dense())
-    wrong = PositionsQuery(InputIds([258, 300], Placeholders(image=258, rows=(300, 301)), [[1, 1, 1]]))
-    assert_equal(_outcome(lambda: ask("query", wrong)), _outcome(wrong.run))
-
-
-@pytest.mark.parametrize("scheme", ["tmrope", "tmrope-qwen3"])
-def test_sequences_with_audio_and_clips_match_local_builds(ask: Both, scheme: str) -> None:
-    clip = Clip(1, 2, frames=3, audio=60, seconds_per_frame=Fraction(1001, 1000))
-    parts = ["a", clip, Audio(3), Grid(1, 2), Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2)]
-    want = replace(LOCAL["omni"], scheme=scheme).build(parts)
-    assert_equal(ask("build", parts, profile="omni", scheme=scheme), want)
-    seconds = [Fraction(1001, 1000), Fraction(1), Fraction(1)]
+    want = LOCAL.get("omni").builder.build(SPOKEN)
     videos = want.grid_thw[[0, 2, 3]]
-    ids = InputIds(want.input_ids, Placeholders(), [[1, 1, 2]], videos, spatial_merge_size=1, seconds_per_frame=seconds)
-    result = ask("query", PositionsQuery(ids, scheme), profile="omni")
+    ids = InputIds(want.input_ids, Placeholders(), [[1, 1, 2]], videos, spatial_merge_size=1, seconds_per_frame=TIMES)
+    result = ask("query", PositionsQuery(ids, "tmrope"), profile="omni")
     assert_equal(result.table.dense(), want.positions.dense())
-
-
-def test_unsupported_audio_raises_the_local_errors(ask: Both) -> None:
-    for profile in (None, "omni"):
-        for part in (Audio(2), Clip(1, 2, frames=1, audio=2), [401]):
-            for scheme in ("mrope", "grid-2d"):
-                local = replace(LOCAL[profile], scheme=scheme)
-                outcome = _outcome(partial(ask, "build", ["a", part], profile=profile, scheme=scheme))
-                assert_equal(outcome, _outcome(partial(local.build, ["a", part])))
 
 
 def test_profiles_describe_row_separators_and_count_them_as_tokens(ask: Both) -> None:
@@ -450,29 +416,12 @@ def test_profiles_describe_row_separators_and_count_them_as_tokens(ask: Both) ->
         ask("build", [Grid(99_999, 1)], profile="breaks")
     with pytest.raises(LimitExceededError, match="tokens: got 100200, want at most 100000 in one request"):
         ask("build", [Grid(100, 1)] * 501, profile="breaks")
-
-
-def test_a_batch_returns_errors_in_place_of_failed_results(ask: Both) -> None:
-    documents = [*PARTS, *WRONG_PARTS]
-    results = ask("build_batch", documents, errors="return")
-    assert [type(item) for item in results[: len(PARTS)]] == [type(LOCAL[None].build(["a"]))] * len(PARTS)
-    for d, error in enumerate(results[len(PARTS) :], len(PARTS)):
-        assert_equal(error, _outcome(lambda d=d: LOCAL[None].build_batch([["a"]] * d + [documents[d]])))  # type: ignore[misc]
-    assert_equal(_outcome(lambda: ask("build_batch", documents)), _outcome(lambda: LOCAL[None].build_batch(documents)))
-
-
-def test_the_limits_of_the_profile_and_the_server_apply(ask: Both) -> None:
-    parts = ["x", PHOTO]
-    assert_equal(
-        _outcome(lambda: ask("build", parts, profile="halves")),
-        _outcome(lambda: LOCAL["halves"].build(parts)),
-    )
     with pytest.raises(LimitExceededError, match="tokens: got 100001, want at most 100000 in one request"):
         ask("place", SegmentTable.from_documents([[Text(100_001)]]))
 
 
 def test_patches_can_be_left_out(ask: Both) -> None:
-    want, result = LOCAL[None].build(PARTS[2]), ask("build", PARTS[2], patches=False)
+    want, result = BUILDER.build(PARTS[2]), ask("build", PARTS[2], patches=False)
     assert result.patches is None
     assert result.image_hashes == want.image_hashes
     assert_equal(result.positions, want.positions)
@@ -523,15 +472,3 @@ def test_a_missing_rotation_is_taken_from_the_profile_or_refused(ask: Both) -> N
     assert_equal(ask("cos_sin", None, positions, profile="halves"), mmpos.rotary.cos_sin(Rotary(32, axes=3), positions))
     with pytest.raises(InvalidInputError, match="rotary: the request and its profile 'default' have no rotation"):
         ask("angles", None, positions)
-
-
-def test_errors_keep_their_types(ask: Both) -> None:
-    with pytest.raises(UnsupportedError):
-        ask("place", SegmentTable.from_documents([[Grid(2, 2, frames=2)]]))
-
-
-def test_a_received_table_behaves_like_a_local_one(ask: Both) -> None:
-    result, want = ask("place", SEGMENTS), place(SEGMENTS)
-    assert isinstance(result, PositionTable)
-    assert_equal(result.decode(3).dense(), want.decode(3).dense())
-    assert_equal(result.slice(2, 7).pad(9).dense(), want.slice(2, 7).pad(9).dense())

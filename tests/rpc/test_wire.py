@@ -1,15 +1,16 @@
 """Objects survive the round trip through messages; errors name missing, unknown and contradictory fields."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from google.protobuf.message import Message
-from oracle import fields
+from message_strategies import for_each, messages, places
+from results import assert_equal
 
 from mmpos import (
     SCHEMES,
@@ -26,10 +27,7 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.client import (
-    Dense,
-    PositionsQuery,
-)
+from mmpos.client import Dense, PositionsQuery
 from mmpos.errors import (
     ServiceError,
     ServiceOverloadedError,
@@ -56,7 +54,6 @@ from mmpos.schemes import (
 )
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
 
-M = TypeVar("M", bound=Message)
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Grid(4, 4), Text(1)]])
 TIMED = SegmentTable.from_documents(
     [[Text(1), Grid(2, 2, frames=3, seconds_per_frame=Fraction(2, 3)), Grid(1, 2, row_separator=True)]]
@@ -64,50 +61,7 @@ TIMED = SegmentTable.from_documents(
 KINDS = SegmentTable.from_documents(
     [[Audio(3), Clip(2, 2, frames=3, audio=5), Text(1)], [Thumbnail(1, 2), Tile(3, 4, tokens_after=2)]]
 )
-PHOTO = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
-
-
-def round_trip(message: M) -> M:
-    """Serialize and parse a message."""
-    return type(message).FromString(message.SerializeToString())
-
-
-def query_round_trip(query: PositionsQuery) -> PositionsQuery:
-    message = positions_pb2.PositionsQuery()
-    positions.put_query(message, query)
-    return positions.get_query("query", round_trip(message))
-
-
-def test_unset_fields_of_a_query_stay_unset() -> None:
-    received = query_round_trip(PositionsQuery(SEGMENTS))
-    assert (received.scheme, received.start, received.strict) == (None, 0, None)
-    assert (received.views, received.dense) == ([], None)
-
-
-def test_the_profile_is_only_in_the_message() -> None:
-    message = positions_pb2.PositionsQuery()
-    positions.put_query(message, PositionsQuery(SEGMENTS), "qwen")
-    assert message.profile == "qwen"
-
-
-def test_segments_survive_the_round_trip() -> None:
-    message = table_pb2.SegmentTable()
-    positions.put_segments(message, TIMED)
-    received = positions.get_segments("segments", round_trip(message))
-    assert (list(message.frames), list(message.row_separator_segments)) == ([1, 3, 1], [2])
-    assert fields(received) == fields(TIMED)
-
-
-def test_every_kind_of_segment_survives_the_round_trip_with_its_extra_tokens() -> None:
-    message = table_pb2.SegmentTable()
-    positions.put_segments(message, KINDS)
-    assert list(message.extra_tokens) == [5, 0, 2]
-    assert fields(positions.get_segments("segments", round_trip(message))) == fields(KINDS)
-    bare = SegmentTable.from_documents([[Thumbnail(1, 2)]])
-    message = table_pb2.SegmentTable()
-    positions.put_segments(message, bare)
-    assert fields(positions.get_segments("segments", round_trip(message))) == fields(bare)
 
 
 SCHEME_OBJECTS: list[Scheme] = [
@@ -124,26 +78,6 @@ SCHEME_OBJECTS: list[Scheme] = [
     TMRopeQwen3(engine="serving"),
     XDRope(axes=3, counting="batch", first_image=7),
 ]
-
-
-@pytest.mark.parametrize("scheme", SCHEME_OBJECTS, ids=repr)
-def test_every_scheme_survives_the_round_trip_with_its_parameters(scheme: Scheme) -> None:
-    message = scheme_pb2.Scheme()
-    positions.put_scheme(message, scheme)
-    assert positions.get_scheme("scheme", round_trip(message)) == scheme
-
-
-def test_every_scheme_parameter_is_a_field() -> None:
-    known = set(scheme_pb2.Scheme.DESCRIPTOR.fields_by_name)
-    assert {name for scheme in SCHEMES.values() for name in positions.parameters(scheme)} == known - {"name"}
-
-
-def test_a_custom_scheme_cannot_be_sent() -> None:
-    class Own(Flatten):
-        """A subclass of Flatten."""
-
-    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service supports only mmpos\.SCHEMES"):
-        positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 
 ROTARIES = [
@@ -171,59 +105,92 @@ ROTARIES = [
 ]
 
 
-@pytest.mark.parametrize("want", ROTARIES, ids=repr)
-def test_every_rotation_survives_the_round_trip(want: Rotary) -> None:
-    message = rotary_pb2.Rotary()
-    rotary.put_rotary(message, want)
-    assert rotary.get_rotary("rotary", round_trip(message)) == want
+def array(dtype: str, shape: tuple[int, ...] = (4, 6)) -> np.ndarray[Any, Any]:
+    """Return a strided array with big-endian numbers."""
+    return np.arange(np.prod(shape)).astype(np.dtype(dtype).newbyteorder(">")).reshape(shape)[..., ::2]
 
 
-def test_rotary_positions_survive_the_round_trip() -> None:
-    table, ids = place(SEGMENTS), torch.tensor([[0, 1], [2, 3]])
-    message = rotary_pb2.RotaryPositions()
-    rotary.put_rotary_positions(message, table)
-    assert (rotary.get_rotary_positions("positions", message).table == table.table).all()  # type: ignore[union-attr]
-    rotary.put_rotary_positions(message, ids)
-    assert torch.equal(rotary.get_rotary_positions("positions", message), ids)  # type: ignore[arg-type]
+ARRAYS = [array(name) for name in ("uint8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex64")]
+TENSORS = [torch.arange(24).to(torch.bfloat16).reshape(4, 6).T, torch.arange(24, dtype=torch.int64)[::2]]
+PARTS = [ImageSize(300, 400), "x", Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))]
+
+Way = tuple[type[Any], Callable[..., object], Callable[..., object]]
+"""A message, and the functions that fill and read it."""
+
+QUERY: Way = positions_pb2.PositionsQuery, positions.put_query, positions.get_query
+SEGMENT_TABLE: Way = table_pb2.SegmentTable, positions.put_segments, positions.get_segments
+SCHEME: Way = scheme_pb2.Scheme, positions.put_scheme, positions.get_scheme
+ROTARY: Way = rotary_pb2.Rotary, rotary.put_rotary, rotary.get_rotary
+IDS: Way = rotary_pb2.RotaryPositions, rotary.put_rotary_positions, rotary.get_rotary_positions
+ARRAY: Way = tensor_pb2.Tensor, tensors.put_tensor, tensors.get_tensor
+TENSOR: Way = tensor_pb2.Tensor, tensors.put_tensor, tensors.get_torch
+DOCUMENT: Way = sequences_pb2.Document, sequences.put_parts, sequences.get_parts
+SEQUENCE: Way = sequences_pb2.Sequence, sequences.put_sequence, sequences.get_sequence
+
+OBJECTS: list[tuple[Way, object]] = [
+    *((SEGMENT_TABLE, segments) for segments in (TIMED, KINDS, SegmentTable.from_documents([[Thumbnail(1, 2)]]))),
+    *((SCHEME, scheme) for scheme in SCHEME_OBJECTS),
+    *((ROTARY, rotation) for rotation in ROTARIES),
+    (IDS, place(SEGMENTS)),
+    (IDS, torch.tensor([[0, 1], [2, 3]])),
+    *((ARRAY, array) for array in (*ARRAYS, np.array(3, np.int32), np.zeros((0, 4), np.float32))),
+    *((TENSOR, tensor) for tensor in TENSORS),
+    (DOCUMENT, PARTS),
+    (SEQUENCE, SequenceBuilder(markers=Markers(None, None)).build(["a", Grid(1, 2)])),
+]
+
+
+def received(way: Way, value: object) -> Any:
+    """Return the object that arrives when this one is sent."""
+    kind, put, get = way
+    message = kind()
+    put(message, value)
+    return get("name", kind.FromString(message.SerializeToString()))
+
+
+@pytest.mark.parametrize(("way", "value"), OBJECTS)
+def test_every_object_survives_the_round_trip(way: Way, value: Any) -> None:
+    native = isinstance(value, np.ndarray)
+    assert_equal(received(way, value), value.astype(value.dtype.newbyteorder("=")) if native else value)
+
+
+REQUESTED = places().map(lambda request: request.query)
+
+
+@pytest.mark.parametrize(
+    "way", [QUERY, SEGMENT_TABLE, SCHEME, ROTARY, IDS, ARRAY, DOCUMENT], ids=lambda way: way[0].__name__
+)
+def test_whatever_is_read_from_any_message_survives_the_round_trip(way: Way) -> None:
+    kind, _, get = way
+
+    def check(message: Any) -> None:
+        with suppress(MmposError):
+            value = get("name", message)
+            assert_equal(received(way, value), value)
+
+    for_each(REQUESTED if way is QUERY else messages(kind), 200, check)
+
+
+def test_received_tensors_belong_to_the_caller() -> None:
+    received(TENSOR, TENSORS[0]).add_(1)
+
+
+def test_only_tables_and_tensors_are_sent_as_rotary_positions() -> None:
     with pytest.raises(InvalidInputError, match="positions: got list, want a PositionTable or a tensor of ids"):
-        rotary.put_rotary_positions(message, [[0, 1]])  # type: ignore[arg-type]
+        received(IDS, [[0, 1]])
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64", "complex64"])
-def test_arrays_with_any_strides_and_byte_order_survive_the_round_trip(dtype: str) -> None:
-    array = np.arange(24).astype(np.dtype(dtype).newbyteorder(">")).reshape(4, 6)[::2, ::3]
-    message = tensor_pb2.Tensor()
-    tensors.put_tensor(message, array)
-    received = tensors.get_tensor("tensor", round_trip(message))
-    assert received.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(received, array)
+def test_every_scheme_parameter_is_a_field() -> None:
+    known = set(scheme_pb2.Scheme.DESCRIPTOR.fields_by_name)
+    assert {name for scheme in SCHEMES.values() for name in positions.parameters(scheme)} == known - {"name"}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
-def test_torch_tensors_survive_the_round_trip(dtype: torch.dtype) -> None:
-    tensor = torch.arange(24).to(dtype).reshape(4, 6).T
-    message = tensor_pb2.Tensor()
-    tensors.put_tensor(message, tensor)
-    received = tensors.get_torch("tensor", round_trip(message))
-    assert torch.equal(received, tensor)
-    received += 1  # the caller owns the tensor
+def test_a_custom_scheme_cannot_be_sent() -> None:
+    class Own(Flatten):
+        """A subclass of Flatten."""
 
-
-def test_scalars_and_empty_arrays_can_be_sent_as_tensors() -> None:
-    for array in (np.array(3, np.int32), np.zeros((0, 4), np.float32)):
-        message = tensor_pb2.Tensor()
-        tensors.put_tensor(message, array)
-        np.testing.assert_array_equal(tensors.get_tensor("tensor", message), array)
-
-
-def test_sizes_and_grids_survive_the_round_trip() -> None:
-    grid = Grid(2, 3, frames=4, row_separator=True, seconds_per_frame=Fraction(1, 3))
-    parts = [ImageSize(300, 400), "x", grid]
-    message = sequences_pb2.Document()
-    assert sequences.put_parts(message, parts) == sequences.Sent(
-        origins=[0, 1, 2], names=["parts[0]", "parts[1]", "parts[2]"]
-    )
-    assert sequences.get_parts("", round_trip(message)) == parts
+    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service supports only mmpos\.SCHEMES"):
+        positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 
 @pytest.mark.parametrize(
@@ -374,11 +341,9 @@ def test_a_table_with_too_many_tokens_is_refused() -> None:
         table(axes=2, num_tokens=2**31)()
 
 
-def test_image_margins_survive_the_round_trip() -> None:
-    builder = SequenceBuilder(markers=Markers(None, None))
+def test_image_margins_are_two_numbers_of_0_and_1() -> None:
     message = sequences_pb2.Sequence()
-    sequences.put_sequence(message, builder.build(["a", Grid(1, 2)]))
-    assert sequences.get_sequence("sequence", round_trip(message)).image_margins == (0, 0)
+    sequences.put_sequence(message, BUILDER.build(["a", Grid(1, 2)]))
     message.ClearField("image_margins")  # like older servers, which support no other margins
     assert sequences.get_sequence("sequence", message).image_margins == (1, 1)
     message.image_margins.extend([1, 2])

@@ -258,32 +258,6 @@ def test_a_missing_message_is_refused_and_a_call_ends_when_its_client_leaves(tra
     assert transit.quiet
 
 
-@pytest.mark.parametrize(("draining", "seconds"), [(False, 30.0), (True, 1.0)])
-def test_a_request_that_does_not_arrive_in_time_ends_its_call(
-    transit: Transit, clock: Clock, log: io.StringIO, draining: bool, seconds: float
-) -> None:
-    transport, ended = Transport(), threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(GoneError):
-            transit.request(transport.messages(), transport)
-        ended.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert eventually(lambda: not transit.quiet)
-    if draining:
-        transit.drain()
-    clock.now = seconds - 0.1
-    transit.check()
-    assert not transport.cancelled.is_set()
-    clock.now = seconds + 0.1
-    transit.check()
-    assert ended.wait(60)
-    thread.join()
-    assert eventually(lambda: '"event": "request did not arrive in time"' in log.getvalue())
-
-
 def test_an_answer_holds_bytes_until_it_is_read_or_times_out(transit: Transit, clock: Clock) -> None:
     admission = Admission(Concurrency(), ClientLimits())
     slow, quick, gone = Transport(), Transport(), Transport()

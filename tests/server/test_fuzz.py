@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from attacks import ATTACKS, Tally
-from fuzz import Verdict, Witness, fuzz
-from waiting import without_torch
+from fuzz import Verdict, Witness, fuzz, rounds
+from serving import serving
+from waiting import eventually, without_torch
+
+from mmpos_server.services import methods
 
 MEMORY = 400
 """MiB by which the server may grow: its caches and arenas still fill during the few seconds of the test."""
@@ -58,3 +62,15 @@ def test_a_server_withstands_attacks_for_a_few_seconds(tmp_path: Path, capsys: p
     assert len(lines) >= 2
     assert verdict_.after["MiB"] < verdict_.before["MiB"] + MEMORY
     assert verdict_.witness.polite["right"] > 0
+
+
+@pytest.mark.slow
+def test_attacks_leave_no_slot_taken() -> None:
+    wanted = {"OK", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    few = {"max_in_flight": 40, "max_in_flight_images": 4, "max_streams": 4, "max_in_flight_bytes": 100_000_000}
+    with serving(options={"methods": methods}, concurrency=few) as server:
+        tally = asyncio.run(rounds(server.address, "slots", list(ATTACKS), time.time() + 3, 0))
+        assert tally.statuses.keys() >= wanted
+        assert tally.bad == {}
+        assert eventually(lambda: not server.taken()), server.taken()
+        assert server.metric("in_flight") == server.metric("streams") == 0

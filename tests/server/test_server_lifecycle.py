@@ -241,14 +241,12 @@ def test_a_second_server_on_the_same_port_is_refused_with_and_without_workers(
 
 
 def test_workers_share_a_port_and_a_dead_worker_is_replaced(
-    start: Start, tmp_path: Path, torchless: dict[str, str], capsys: pytest.CaptureFixture[str]
+    start: Start, tmp_path: Path, torchless: dict[str, str]
 ) -> None:
     metrics, temporary = free_port(), tmp_path / "t"
     temporary.mkdir()
     torchless["TMPDIR"] = str(temporary)
     server = start("--workers", "2", "--metrics-port", str(metrics))
-    assert main(["--port", server.port]) == 2
-    assert capsys.readouterr().err.startswith(f"mmpos_server: error: port: {server.port} is in use")
     workers = server.workers
     assert len(workers) == 2
 

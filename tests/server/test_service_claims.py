@@ -1,4 +1,4 @@
-"""Test small requests that claim huge sizes: before any work, each is refused with an error that names the field."""
+"""Test small requests that claim huge sizes or lack a field: each is refused before any work, and names the field."""
 
 from __future__ import annotations
 
@@ -264,6 +264,21 @@ COS_SIN: dict[str, Claim] = {
         BAD,
         "positions.table.axes: got 2147483647, want 1 to 16",
     ),
+    "no positions": (rotary_pb2.CosSinRequest, BAD, "positions: got none, want a RotaryPositions"),
+    "an unknown layout": (
+        lambda: rotary_pb2.CosSinRequest(positions={"ids": tensor([[0], [0]])}, layout=99),  # type: ignore[arg-type]
+        BAD,
+        "layout: got 99, want one of COS_SIN_LAYOUT_UNSPECIFIED, COS_SIN_LAYOUT_PAIRS, COS_SIN_LAYOUT_TRANSFORMERS, "
+        "COS_SIN_LAYOUT_TORCHTITAN, COS_SIN_LAYOUT_ANGLES",
+    ),
+}
+
+ROTATE: dict[str, Claim] = {
+    "no q": (
+        lambda: rotary_pb2.RotateRequest(positions={"ids": tensor([[0], [0]])}),  # type: ignore[arg-type]
+        BAD,
+        "q: got none, want a Tensor",
+    ),
 }
 
 
@@ -284,6 +299,7 @@ CLAIMS = {
     **{name: ("Position/Place", claim) for name, claim in PLACE.items()},
     **{f"{name} to build": ("Sequence/Build", claim) for name, claim in BUILD.items()},
     **{f"{name} to rotate": ("Rotary/CosSin", claim) for name, claim in COS_SIN.items()},
+    **{name: ("Rotary/Rotate", claim) for name, claim in ROTATE.items()},
 }
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis.strategies import SearchStrategy
 from message_strategies import LIKELY, REQUESTS, STREAMS, corpus, for_each, messages, tensor
 from mutations import mutate
 from refusals import is_sentence
@@ -15,10 +14,9 @@ from victim import STATUSES, Answer, Victim
 
 from mmpos.rpc.positions import get_result
 from mmpos.rpc.sequences import get_sequence
-from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2
 
 FAULTS = {*STATUSES.values(), "NOT_FOUND"} - {"INTERNAL"}
-QUICK, LONG = 60, 250
 
 
 @pytest.fixture(scope="module")
@@ -50,37 +48,20 @@ def check(method: str, answer: Answer) -> None:
                 get_sequence("sequence", built.sequence)
 
 
-def ask(server: Victim, method: str, strategy: SearchStrategy[Any], number: int) -> None:
-    def check_request(request: Any) -> None:
-        check(method, server.call(method, request))
-
-    for_each(strategy, number, check_request)
-
-
+@pytest.mark.parametrize("number", [60, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", REQUESTS)
-def test_random_messages_are_answered_or_refused(server: Victim, method: str) -> None:
-    ask(server, method, messages(REQUESTS[method][0]), QUICK)
-
-
-@pytest.mark.parametrize("method", LIKELY)
-def test_mostly_valid_messages_are_answered_or_refused(server: Victim, method: str) -> None:
-    ask(server, method, LIKELY[method], QUICK)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", REQUESTS)
-def test_many_messages_are_answered_or_refused(server: Victim, method: str) -> None:
-    ask(server, method, messages(REQUESTS[method][0]), LONG)
-    ask(server, method, LIKELY[method], LONG)
+def test_random_and_mostly_valid_messages_are_answered_or_refused(server: Victim, method: str, number: int) -> None:
+    for strategy in (messages(REQUESTS[method][0]), LIKELY[method]):
+        for_each(strategy, number, lambda request: check(method, server.call(method, request)))
 
 
 @pytest.mark.parametrize("method", STREAMS)
 def test_stream_items_are_answered_in_order(server: Victim, method: str) -> None:
     request, response = STREAMS[method]
     items: list[Any] = []
-    for_each(messages(request), QUICK, items.append)
+    for_each(messages(request), 60, items.append)
     unary = LIKELY[method.replace("Stream", "")]
-    for_each(unary, QUICK, lambda likely: items.append(request(id=len(items), query=likely.query)))
+    for_each(unary, 60, lambda likely: items.append(request(id=len(items), query=likely.query)))
     answers, end = server.stream(method, [item.SerializeToString() for item in items])
     assert end.status == "OK"
     results = [response.FromString(answer) for answer in answers]
@@ -90,47 +71,8 @@ def test_stream_items_are_answered_in_order(server: Victim, method: str) -> None
     assert {STATUSES[code] for code in errors} <= FAULTS
 
 
-# Fields and values from later versions
-
 UNKNOWN_FIELD = b"\x98\x06\x01"
-"""Field 99 with the value 1."""
-
-
-def build(part: bytes) -> Any:
-    document = sequences_pb2.Document(parts=[sequences_pb2.Part.FromString(part)])
-    return sequences_pb2.BuildRequest(query=sequences_pb2.SequencesQuery(documents=[document]))
-
-
-NO_TOKENS: Any = {"ids": {"dtype": 2, "shape": [2, 0]}}
-STRANGE: dict[str, tuple[str, Any, str]] = {
-    "an unknown source": (
-        "Position/Place",
-        positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery.FromString(UNKNOWN_FIELD)),
-        "query.source: got none, want one of segments, spans, input_ids",
-    ),
-    "an unknown part": (
-        "Sequence/Build",
-        build(UNKNOWN_FIELD),
-        "parts[0]: got none, want one of text, token_ids, image, image_size, grid, pixels, audio, clip",
-    ),
-    "no positions": ("Rotary/CosSin", b"", "positions: got none, want a RotaryPositions"),
-    "no q": ("Rotary/Rotate", rotary_pb2.RotateRequest(positions=NO_TOKENS), "q: got none, want a Tensor"),
-    "an unknown layout": (
-        "Rotary/CosSin",
-        rotary_pb2.CosSinRequest(positions=NO_TOKENS, layout=99),  # type: ignore[arg-type]
-        "layout: got 99, want one of COS_SIN_LAYOUT_UNSPECIFIED, COS_SIN_LAYOUT_PAIRS, COS_SIN_LAYOUT_TRANSFORMERS, "
-        "COS_SIN_LAYOUT_TORCHTITAN, COS_SIN_LAYOUT_ANGLES",
-    ),
-}
-
-
-@pytest.mark.parametrize(("method", "request_", "message"), STRANGE.values(), ids=STRANGE)
-def test_missing_and_unknown_values_are_reported(server: Victim, method: str, request_: Any, message: str) -> None:
-    answer = server.call(method.replace("/", "Service/"), request_)
-    if method == "Sequence/Build":
-        [result] = sequences_pb2.BuildResponse.FromString(answer.data).sequences.results
-        answer = Answer(STATUSES[result.error.code], result.error.message)
-    assert answer == Answer("INVALID_ARGUMENT", message)
+"""Field 99 with the value 1, from a later version."""
 
 
 def test_unknown_fields_are_ignored(server: Victim) -> None:
@@ -140,17 +82,19 @@ def test_unknown_fields_are_ignored(server: Victim) -> None:
     assert (known.status, known) == ("OK", strange)
 
 
-def test_text_that_is_not_utf_8_is_refused(server: Victim) -> None:
-    answer = server.call("PositionService/Place", b"\x0a\x05\x22\x03\xff\xfe\xfd")  # query.profile
-    assert answer.status == "INVALID_ARGUMENT"
-
-
 # Bytes.
 
 
-def check_mutations(server: Victim, method: str, number: int) -> None:
-    chance = random.Random(method)
-    raw, statuses = corpus(method, 100), set()
+MUTABLE = [method for method in REQUESTS if method != "InfoService/GetInfo"]
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", MUTABLE)
+def test_mutated_messages_are_answered_or_refused(
+    server: Victim, method: str, many: bool, request: pytest.FixtureRequest
+) -> None:
+    number = int(request.config.getoption("--mutations")) // len(MUTABLE) if many else 200
+    chance, raw, statuses = random.Random(method), corpus(method, 100), set()
     for _ in range(number):
         sent = mutate(chance.choice(raw), chance, raw)
         answer = server.call(method, sent)
@@ -160,22 +104,6 @@ def check_mutations(server: Victim, method: str, number: int) -> None:
             raise AssertionError(f"{method} of bytes.fromhex({sent.hex()!r}): {answer}") from error
         statuses.add(answer.status)
     assert statuses >= {"OK", "INVALID_ARGUMENT"}
-
-
-MUTABLE = [method for method in REQUESTS if method != "InfoService/GetInfo"]
-
-
-@pytest.mark.parametrize("method", MUTABLE)
-def test_mutated_messages_are_answered_or_refused(server: Victim, method: str) -> None:
-    check_mutations(server, method, 200)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", MUTABLE)
-def test_tens_of_thousands_of_mutated_messages_are_answered_or_refused(
-    server: Victim, method: str, request: pytest.FixtureRequest
-) -> None:
-    check_mutations(server, method, int(request.config.getoption("--mutations")) // len(MUTABLE))
 
 
 @pytest.mark.parametrize("method", REQUESTS)

@@ -111,7 +111,7 @@ def assert_agrees(
 @pytest.mark.parametrize("normed", ["not", "before", "after"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("rotary_dim", [2, 6, 14, 16, 24, 40, 66, 80, 128])
+@pytest.mark.parametrize("rotary_dim", [2, 6, 14, 16, 24, 40, 66, 80, 128, 512])
 def test_any_number_of_rotated_and_unrotated_channels_is_supported(
     rotary_dim: int, pairing: Any, dtype: torch.dtype, normed: str, vectors: str
 ) -> None:

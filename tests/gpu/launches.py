@@ -1,6 +1,7 @@
 """Table of all kinds of launches, with inputs and float64 references: full size on a GPU, toy size elsewhere.
 
-To add a kind, add a function that takes a scene to `KINDS`, its options to `Launch`, and lines to `LAUNCHES`.
+To add a kind, add a function that takes a scene to `KINDS`, its options to `Launch`, and lines to `LAUNCHES`. Without a
+GPU, launches with a norm are also compared for the reference and for "auto", which is the C extension there.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ class Launch:
     conjugate: bool = False
     norm: str = ""  # normalised tensors: "q", "k" or "qk"
     offset: float = 0.0
+    after: bool = False  # whether the norm follows the rotation
     weights: torch.dtype | None = None  # dtype of norm weights; None: the dtype of the heads
     only: str = ""  # "q": without k, or only gradients of q; "k", "weights": only these gradients
     cache: str = "NHD"
@@ -141,6 +143,7 @@ class Launch:
     value_dim: int | None = None
     slots: str = "int64"
     return_k: bool = False
+    way: Any = TRITON
 
     def __str__(self) -> str:
         """Return the kind, the tokens and all options that differ from their defaults."""
@@ -198,6 +201,10 @@ NORM = [
     *launches("rotate", norm="qk", layer="FLUX", turning="flux", tokens=[FEW, MANY], inplace=[False, True]),
     *launches("rotate", norm="qk", form="fractions"),
     *launches("rotate", norm="qk", strides=["fused", *STRIDES], inplace=True),
+    *launches("rotate", norm="qk", turning=["YaRN", "sections"], conjugate=True, dtype=F32),
+    *launches("rotate", norm="qk", layer=["heads of 6", "heads of 96"], dtype=F32),
+    *launches("rotate", norm="qk", layer="heads of 2", turning="one axis", dtype=F32),
+    *launches("rotate", norm="qk", layout=["bshd", "bhsd"], documents=3, dtype=[BF16, F32]),
 ]
 
 BACKWARD = [
@@ -209,10 +216,15 @@ BACKWARD = [
     *launches("backward", norm="qk", tokens=[1, FEW, SOME, MANY]),
     *launches("backward", norm="qk", dtype=F32, turning=["adjacent", "half of a head", "four channels"]),
     *launches("backward", norm="qk", dtype=F32, layer="vision", turning="axial"),
-    *launches("backward", norm="qk", dtype=F32, only=["q", "k", "weights"]),
+    *launches(
+        "backward", norm=["q", "k", "qk"], dtype=F32, only=["q", "k", "weights"], turning=["interleaved", "adjacent"]
+    ),
+    *launches("backward", norm="qk", dtype=F32, turning="YaRN", after=True, only=["", "q", "k", "weights"]),
+    *launches("backward", norm=["q", "k"], dtype=F32, turning="half of a head", after=True),
     *launches("backward", norm="qk", dtype=F32, offset=1.0, strides="fused"),
     *launches("backward", turning="unrotated frames", dtype=F32),
     *launches("backward", layer="by head", turning=FOR_HEADS, norm=["", "qk"], dtype=F32),
+    *launches("backward", layer="by head", turning=FOR_HEADS, norm="qk", dtype=F32, after=True),
 ]
 
 STORE = [
@@ -246,10 +258,13 @@ REROTATE = [
 ]
 
 AFTER = [
-    *launches("norm after", norm="qk", tokens=[1, FEW, SOME, MANY]),
-    *launches("norm after", norm=["q", "k"], dtype=F32),
-    *launches("norm after", norm="qk", dtype=[F16, F32], turning=["adjacent", "half of a head", "YaRN"]),
-    *launches("norm after", norm="qk", layer="vision", turning="axial", inplace=[False, True]),
+    *launches("norm after", after=True, norm="qk", tokens=[1, FEW, SOME, MANY]),
+    *launches("norm after", after=True, norm=["q", "k"], dtype=F32),
+    *launches("norm after", after=True, norm="qk", dtype=[F16, F32], turning=["adjacent", "half of a head", "YaRN"]),
+    *launches("norm after", after=True, norm="qk", layer="vision", turning="axial", inplace=[False, True]),
+    *launches("norm after", after=True, norm="qk", layer="by head", turning=FOR_HEADS, dtype=F32),
+    *launches("norm after", after=True, norm="qk", layer=["heads of 6", "heads of 96"], dtype=F32),
+    *launches("norm after", after=True, norm="qk", layer="heads of 2", turning="one axis", dtype=F32),
 ]
 
 CACHED = [
@@ -259,6 +274,8 @@ CACHED = [
 ]
 
 LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE, *AFTER, *CACHED]))
+if not GPU:
+    LAUNCHES += [replace(launch, way=way) for launch in LAUNCHES if launch.norm for way in ("reference", "auto")]
 
 
 # Inputs.
@@ -342,12 +359,13 @@ class Scene:
     @property
     def norm(self) -> Norm | None:
         """Norm of q and k, or None."""
-        return Norm(self.weights[0], self.weights[1], EPS, self.launch.offset) if self.launch.norm else None
+        launch = self.launch
+        return Norm(self.weights[0], self.weights[1], EPS, launch.offset, launch.after) if launch.norm else None
 
     @property
     def how(self) -> dict[str, Any]:
         """Common arguments of all calls."""
-        return {"implementation": TRITON, "norm": self.norm}
+        return {"implementation": self.launch.way, "norm": self.norm}
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Compute the RMSNorm of heads in float64; autograd can differentiate the result."""
@@ -355,6 +373,12 @@ class Scene:
         if weight is None:
             return x
         return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * (weight.double() + self.launch.offset)
+
+    def normed_and_rotated(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Apply the norm and the rotation in float64, in the order of the launch."""
+        if self.launch.after:
+            return self.normed(rotated(x.double(), self.angle, self.rotary), weight)
+        return rotated(self.normed(x, weight), self.angle, self.rotary)
 
     @property
     def bound(self) -> float:
@@ -485,14 +509,14 @@ def backward(scene: Scene) -> Iterator[Check]:
         norm = scene.norm
         if norm is not None:
             norm = norm._replace(q_weight=leaves["q weight"], k_weight=leaves["k weight"])
-        layout: Any = launch.layout
-        outs = apply_rotary(q, k, scene.positions, scene.rotary, layout=layout, implementation=TRITON, norm=norm)
+        options: Any = {"layout": launch.layout, "implementation": launch.way}
+        outs = apply_rotary(q, k, scene.positions, scene.rotary, norm=norm, **options)
         return gradients(outs, leaves, [scene.arranged(x) for x in incoming])
 
     scene.poison()
     got = by_kernel()
     truth = [
-        rotated(scene.normed(x, w), scene.angle, scene.rotary)
+        scene.normed_and_rotated(x, w)
         for x, w in ((doubles["q"], doubles["q weight"]), (doubles["k"], doubles["k weight"]))
         if x is not None
     ]
@@ -583,12 +607,12 @@ def norm_after(scene: Scene) -> Iterator[Check]:
     """Rotate q and k, then normalise them."""
     before = scene.q.clone(), scene.k.clone()
     scene.poison()
-    assert scene.norm is not None
-    options: Any = {"inplace": scene.launch.inplace, "norm": scene.norm._replace(after=True), "implementation": TRITON}
-    got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, **options)
+    got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, inplace=scene.launch.inplace, **scene.how)
     for name, x, weight, out in zip("qk", before, scene.weights, got, strict=True):
         assert out is not None
-        yield name, relative(out, scene.normed(rotated(x.double(), scene.angle, scene.rotary), weight)) / scene.bound
+        want = scene.normed_and_rotated(x, weight)
+        error = (out - want).abs() / want.abs().amax(-1, keepdim=True)  # inf or NaN if any element is
+        yield name, float(error.amax()) / scene.bound
 
 
 def cached(scene: Scene) -> Iterator[Check]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from launches import GPU, KINDS, LAUNCHES, Launch, Scene
+from launches import GPU, KINDS, LAUNCHES, TRITON, Launch, Scene
 
 pytestmark = pytest.mark.gpu
 
-EVERY = 6  # `make test` runs every sixth launch without a GPU, and `make slow` the others
+EVERY = 6  # `make test` interprets every sixth launch without a GPU, and `make slow` the others
 
 
 def cases() -> list[object]:
-    """Return all launches; without a GPU, most of them are marked slow."""
+    """Return all launches; without a GPU, most of those that are interpreted are marked slow."""
     return [
-        pytest.param(launch, id=str(launch), marks=[] if GPU or not number % EVERY else [pytest.mark.slow])
+        pytest.param(
+            launch, id=str(launch), marks=[pytest.mark.slow] * (not GPU and launch.way == TRITON and number % EVERY > 0)
+        )
         for number, launch in enumerate(LAUNCHES)
     ]
 

@@ -18,7 +18,7 @@ from tolerance import ARITHMETIC
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Rotary
+from mmpos.rotary import Rotary, YaRN
 
 Ids = Sequence[Sequence[Fraction | int]]
 """One id per axis for each token."""
@@ -243,6 +243,16 @@ ROTARIES: Mapping[str, Rotary] = {
     "partial axial by axis": Rotary(20, rotary_dim=14, allocation="axial", axes_dim=[8, 6], theta=[100.0, 5e5]),
 }
 """Every allocation, with full and partial rotation, and with head_dims that are and are not powers of two."""
+
+BY_HEAD: Mapping[str, Rotary] = {
+    "MHRoPE": Rotary(6, allocation="heads", head_axes=[0, 0, 1, 1, 1, 2, 2, 2]),
+    "one head per axis": Rotary(24, allocation="heads", head_axes=[0, 1, 2]),
+    "out of order, partial": Rotary(14, rotary_dim=10, axes=3, allocation="heads", head_axes=[2, 0, 1, 0]),
+    "two heads per axis": Rotary(8, axes=3, allocation="heads", head_axes=[0, 0, 2, 2]),
+    "an unrotated head": Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2]),
+    "scaled": Rotary(16, allocation="heads", head_axes=[2, 1, 0], scaling=YaRN(4.0, 2048)),
+}
+"""Rotations with one axis for each kv head."""
 
 
 def heads(

@@ -3,7 +3,6 @@
 Multimodal-RoPEs, by the authors of arXiv 2510.23095, at cd413b9e: tests/test_rope_golden_hf4571.py, for the designs
     that mmpos supports.
 vLLM 0.33: the tests of PaddleOCR-VL's get_mrope_input_positions.
-SGLang 0.5.23: TestMropePositionsFastPath, which extends and decodes text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import pytest
 import torch
 from oracle import exact
 
-from mmpos import Grid, Placeholders, SegmentTable, Text, place
+from mmpos import Placeholders, SegmentTable, place
 from mmpos.integrations.vllm import mrope_input_positions
 from mmpos.schemes import V2PE
 
@@ -54,26 +53,3 @@ def test_paddleocr_prompts_have_the_ids_of_vllm(case: dict[str, Any]) -> None:
     ids, delta = mrope_input_positions(case["input_ids"], features, scheme="mrope", spatial_merge_size=2)
     assert ids.tolist() == case["position_ids"]
     assert delta == int(ids.max()) + 1 - len(case["input_ids"])
-
-
-def test_text_steps_have_the_ids_of_sglang() -> None:
-    """Extended tokens continue after the prefix, and a decoded token has id length − 1 on every axis."""
-    prefixes, extended = [0, 100, 3], [5, 2048, 1]
-    lengths = [prefix + more for prefix, more in zip(prefixes, extended, strict=True)]
-    positions = place(SegmentTable.from_documents([[Text(n)] for n in lengths]), "mrope")
-    ids = positions.window(range(3), prefixes, extended).dense()
-    want = [token for start, stop in zip(prefixes, lengths, strict=True) for token in range(start, stop)]
-    assert ids.tolist() == [want] * 3
-    prompts = place(SegmentTable.from_documents([[Text(1)], [Text(5)], [Text(4000)]]), "mrope")
-    decoded = prompts.window(range(3), [0, 16, 4095], [1, 1, 1])
-    assert decoded.dense().tolist() == [[0, 16, 4095]] * 3
-
-
-def test_windows_can_cross_a_grid_and_the_end_of_the_prompt() -> None:
-    """Prefixes may end inside the image; tokens after the prompt are shifted by the prompt's delta."""
-    positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]), "mrope")
-    whole, delta = positions.dense(), int(positions.deltas[0])
-    for prefix in range(14):
-        got = positions.window([0], [prefix], [5]).dense().tolist()
-        after = [list(range(max(prefix, 11) + delta, max(prefix + 5, 11) + delta))] * 3
-        assert got == [a + b for a, b in zip(whole[:, prefix : prefix + 5].tolist(), after, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tolerance import FREQUENCY, LIBRARY, assert_within, cos_sin, gamma, printed
+from tolerance import FREQUENCY, LIBRARY, assert_within, gamma, printed
 
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.frequencies import Exact
@@ -294,14 +294,3 @@ def test_float32_frequencies_equal_those_of_transformers(name: str, length: int 
     assert_within(rotary.inv_freq_float32, expected, 2 * gamma(FREQUENCY + 4) * abs(expected))  # scaling adds 4
     assert rotary.attention_factor == factor
     assert Rotary.from_hf_config(hf_config, precision="hf", length=length) == rotary
-
-
-@pytest.mark.parametrize("dim", [32, 64, 80])
-def test_axial_frequencies_equal_those_of_timm(dim: int) -> None:
-    timm = pytest.importorskip("timm.layers.pos_embed_sincos")
-    rotary = Rotary(dim, allocation="axial", pairing="adjacent")
-    sin, cos = timm.build_rotary_pos_embed([3, 4], dim=dim, in_pixels=False)
-    ids = np.stack([np.repeat(np.arange(3), 4), np.tile(np.arange(4), 3)])
-    angle = ids[rotary.pair_axis].T * rotary.inv_freq_array
-    pairs = sin[:, ::2], cos[:, ::2]
-    assert_within(pairs, (np.sin(angle), np.cos(angle)), cos_sin(angle, FREQUENCY + 1))

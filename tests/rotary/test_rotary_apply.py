@@ -30,12 +30,12 @@ from rotary_oracle import (
     rotated,
     table_of,
 )
-from tolerance import ARITHMETIC, EXACT, FREQUENCY, assert_within, cos_sin, printed, rotations, unit
+from tolerance import ARITHMETIC, EXACT, FREQUENCY, assert_within, cos_sin, printed, unit
 from torch import Tensor
 
 import mmpos
 from mmpos import Placeholders, PositionTable, SegmentTable, Text, UnsupportedError, place
-from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary, operators
+from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
 
 PAIRINGS = ("half", "adjacent")
 
@@ -192,66 +192,6 @@ def test_conjugate_inverts_a_rotation(pairing: Any, dtype: torch.dtype) -> None:
 
 # Layouts, views and sizes.
 
-LAYOUTS = {"thd": (39,), "bshd": (3, 13), "bhsd": (3, 13)}
-
-
-def as_layout(x: Tensor, layout: str) -> Tensor:
-    """View a (39, heads, head_dim) tensor in a layout without copying it."""
-    if layout == "thd":
-        return x
-    four = x.view(3, 13, *x.shape[1:])
-    return four.transpose(1, 2) if layout == "bhsd" else four
-
-
-def passed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Return a list that collects the q and k passed to operators."""
-    tensors: list[Tensor] = []
-    original = operators.call
-
-    def record(operator: Any, q: Tensor, k: Tensor, *rest: Any) -> Any:
-        tensors.extend((q, k))
-        return original(operator, q, k, *rest)
-
-    monkeypatch.setattr(operators, "call", record)
-    return tensors
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_views_of_a_fused_qkv_are_not_copied(layout: Any, pairing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotary = Rotary(12, pairing=pairing)
-    table = packed("rope-tie").pad(13)
-    fused = heads(39, 4 + 2 + 2, 12, torch.float16)
-    before = fused.clone()
-    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
-    seen = passed(monkeypatch)
-    q_out, k_out = both(q, k, table, rotary, layout=layout)
-    assert [x.data_ptr() for x in seen] == [q.data_ptr(), k.data_ptr()]
-    assert_rotated(q_out, q, table, rotary, layout=layout)
-    assert_rotated(k_out, k, table, rotary, layout=layout)
-    assert bits(fused) == bits(before)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_place_rotation_writes_only_to_its_views(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotary = Rotary(12, rotary_dim=8)
-    table = packed("rope-tie").pad(13)
-    fused = heads(39, 8, 12)
-    before = fused.clone()
-    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
-    fresh = both(q, k, table, rotary, layout=layout)
-    assert bits(fused) == bits(before)
-    q_out, k_out = apply_rotary(q, k, table, rotary, layout=layout, inplace=True)
-    assert q_out is q
-    assert k_out is k
-    assert bits(q) == bits(fresh[0])
-    assert bits(k) == bits(fresh[1])
-    assert bits(fused[:, 6:]) == bits(before[:, 6:])
-    q_out, k_out = apply_rotary(q, None, table, rotary, layout=layout, inplace=True, conjugate=True)
-    assert q_out is q
-    assert k_out is None
-    assert bits(k) == bits(fresh[1])
-
 
 def test_layout_none_depends_on_the_number_of_dimensions() -> None:
     rotary, table = Rotary(8), packed("rope-tie").pad(13)
@@ -262,19 +202,6 @@ def test_layout_none_depends_on_the_number_of_dimensions() -> None:
     square = q.view(3, 13, 2, 8).repeat(1, 1, 7, 1)[:, :, :13]  # as many heads as tokens
     over_heads = one(square.transpose(1, 2), table, rotary, layout="bhsd").transpose(1, 2)
     assert bits(over_heads) == bits(one(square, table, rotary))
-
-
-def test_empty_batches_and_zero_heads_return_empty_tensors() -> None:
-    rotary = Rotary(8)
-    empty = packed("rope-tie").slice(4, 4)
-    q, k = both(heads(0, 2, 8), heads(0, 1, 8), empty, rotary)
-    assert (q.shape, k.shape) == ((0, 2, 8), (0, 1, 8))
-    assert one(heads((0, 5), 2, 8), torch.zeros(2, 0, 5, dtype=torch.int32), rotary).shape == (0, 5, 2, 8)
-    x = heads(32, 2, 8)
-    q, k = both(x[:, :0], x, packed("rope-tie"), rotary)
-    assert q.shape == (32, 0, 8)
-    assert_rotated(k, x, packed("rope-tie"), rotary)
-    apply_rotary(heads(0, 2, 8), heads(0, 1, 8), empty, rotary, inplace=True)
 
 
 def test_inputs_longer_than_a_block_agree_with_the_oracle() -> None:
@@ -288,29 +215,6 @@ def test_inputs_longer_than_a_block_agree_with_the_oracle() -> None:
 
 
 # The positions.
-
-
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("axes", BY_AXES)
-def test_tables_device_tables_and_dense_ids_agree(axes: int, view: str) -> None:
-    rotary = Rotary(16, axes=axes)
-    table = VIEWS[view](packed(BY_AXES[axes]))
-    q, k = heads(table.num_tokens, 2, 16), heads(table.num_tokens, 1, 16, seed=1)
-    want = both(q, k, table, rotary)
-    ids = dense(table)
-    device = DevicePositions.from_table(table)
-    roomy = DevicePositions.from_table(table, capacity=100)
-    exact_forms: list[Any] = [device, roomy]
-    if not table.fractional:
-        assert ids.dtype == torch.int32
-        exact_forms += [ids, ids.to(torch.int64), ids.to(torch.float64)]
-    for positions in exact_forms:
-        got = both(q, k, positions, rotary)
-        assert (bits(got[0]), bits(got[1])) == (bits(want[0]), bits(want[1]))
-    # float64 can only approximate thirds, so rounding down may differ by one unit of 2⁻³².
-    approximate = both(q, k, ids.to(torch.float64), rotary)
-    assert_within(approximate, want, [rotations(x, 2 * EXACT) for x in want])
-    assert_rotated(approximate[0], q, table, rotary)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

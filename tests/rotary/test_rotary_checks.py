@@ -29,6 +29,7 @@ from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, angles, apply_rot
 from mmpos.rotary import cos_sin as tables_of
 
 ROTARY = Rotary(head_dim=16)
+FOUR_HEADS = Rotary(16, allocation="heads", head_axes=[1, 0, 1, 0])
 POSITIONS = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(5)]]))
 EQUAL = place(SegmentTable.from_documents([[Text(2), Grid(2, 3)], [Text(8)]]))
 FOUR = place(SegmentTable.from_documents([[Text(4)]] * 4))
@@ -305,6 +306,11 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     ],
     "slots: got shape (14,), want at most (13,), the token count of from_positions": [moves(slots=torch.arange(14))],
     "slots[3]: got 3, the slot of token 0, want a slot for each token": [moves(slots=torch.tensor([3, 5, -1, 3, -1]))],
+    "k: got 2 heads, want 4 as head_axes in rotary": [calls(packed(4), packed(2), rotary=FOUR_HEADS)],
+    "q: got 6 heads, want a multiple of 4 as head_axes in rotary": [calls(packed(6), rotary=FOUR_HEADS)],
+    "k_cache: got 1 head, want 4 as head_axes in rotary": [
+        moves(k_cache=zeros(64, 1, 16), from_positions=FOUR, to_positions=FOUR, rotary=FOUR_HEADS)
+    ],
     **{
         f"positions: got dtype {dtype}, want int32, int64 or float64 ids": [calls(packed(), positions=IDS.to(dtype))]
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.bool, torch.uint8)

@@ -1,4 +1,4 @@
-"""Compare the kernel with the torch reference bit by bit, on a GPU or in Triton's interpreter."""
+"""Compare the kernel, on a GPU or in Triton's interpreter, and the C extension with the torch reference bit by bit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from hypothesis import strategies as st
 from oracle import placed, settled
 from rotary_oracle import (
     BY_AXES,
+    BY_HEAD,
     DTYPES,
     INT32_MAX,
     INT32_MIN,
     ROTARIES,
     SCHEMES,
     VIEWS,
+    assert_rotated,
     heads,
     packed,
     table_of,
 )
-from tolerance import assert_within, cos_sin, rotations
+from store_oracle import assert_same_bits
+from tolerance import EXACT, assert_within, cos_sin, rotations
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, Text
@@ -34,6 +37,8 @@ from mmpos.rotary.kernel import tiling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAIRINGS = ("half", "adjacent")
+WAYS = pytest.mark.parametrize("way", ["auto", "triton"])
+"""Without a GPU, the implementation "auto" is the C extension."""
 IN_TURNS = [(scheme, list(VIEWS)[i % len(VIEWS)]) for i, scheme in enumerate(SCHEMES)]
 """Every scheme and every view, but not all combinations, since the interpreter is slow."""
 
@@ -82,40 +87,50 @@ def in_both_ways(q: Tensor, positions: Any, rotary: Rotary) -> tuple[Tensor, Ten
     )
 
 
-def assert_kernel_agrees(q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any) -> None:
-    """Assert that outputs and gradients of the kernel equal the reference."""
+def assert_agrees(way: str, q: Tensor, k: Tensor, positions: Any, rotary: Rotary, **options: Any) -> None:
+    """Assert that outputs and gradients of an implementation equal the reference."""
     before = q.clone(), k.clone()
     want = everything("reference", q, k, positions, rotary, **options)
-    got = everything("triton", q, k, positions, rotary, **options)
+    got = everything(way, q, k, positions, rotary, **options)
     for a, b in zip(got, want, strict=True):
         assert_same(a, b)
     assert torch.equal(q, before[0])
     assert torch.equal(k, before[1])
 
 
-@pytest.mark.parametrize(("name", "pairing"), [(name, PAIRINGS[i % 2]) for i, name in enumerate(ROTARIES)])
-def test_every_allocation_agrees(name: str, pairing: Any, tile: Any) -> None:
+ALLOCATIONS = [(name, PAIRINGS[i % 2], "triton") for i, name in enumerate([*ROTARIES, "one head per axis"])]
+ALLOCATIONS += [(name, pairing, "auto") for name in (*ROTARIES, *BY_HEAD) for pairing in PAIRINGS]
+
+
+@pytest.mark.parametrize(
+    ("name", "pairing", "way"),
+    [*ALLOCATIONS, *(pytest.param(name, "adjacent", "triton", marks=pytest.mark.slow) for name in BY_HEAD)],
+)
+def test_every_allocation_agrees(name: str, pairing: Any, way: str, tile: Any) -> None:
     tile(32, 1)
-    rotary = replace(ROTARIES[name], pairing=pairing)
-    q, k = device_heads(32, 2, rotary.head_dim), device_heads(32, 1, rotary.head_dim, seed=1)
-    assert_kernel_agrees(q, k, packed(BY_AXES[rotary.axes], 70_000), rotary)
+    rotary = replace(ROTARIES.get(name) or BY_HEAD[name], pairing=pairing)
+    kv_heads = len(rotary.head_axes or [0])
+    table = packed(BY_AXES[rotary.axes], 70_000)
+    q = device_heads(32, (3 if kv_heads == 1 else 2) * kv_heads, rotary.head_dim)
+    assert_agrees(way, q, device_heads(32, kv_heads, rotary.head_dim, seed=1), table, rotary)
 
 
+@WAYS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_every_dtype_agrees(pairing: Any, dtype: torch.dtype, tile: Any) -> None:
+def test_every_dtype_agrees(pairing: Any, dtype: torch.dtype, way: str, tile: Any) -> None:
     tile(32, 1)
     conjugate = pairing == "half"
     rotary = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768))
     q, k = device_heads(32, 3, 20, dtype), device_heads(32, 1, 20, dtype, seed=1)
-    assert_kernel_agrees(q, k, packed("rope-tie-fractional", 70_000), rotary, conjugate=conjugate)
+    assert_agrees(way, q, k, packed("rope-tie-fractional", 70_000), rotary, conjugate=conjugate)
 
 
 @pytest.mark.parametrize(("head_dim", "pairing"), [(2, "half"), (6, "adjacent"), (64, "half"), (80, "adjacent")])
 def test_any_even_head_dim_agrees(head_dim: int, pairing: Any) -> None:
     rotary = Rotary(head_dim, axes=1, pairing=pairing)
     q, k = device_heads(5, 2, head_dim), device_heads(5, 1, head_dim, seed=1)
-    assert_kernel_agrees(q, k, placed([Text(5)], "flatten", 10**9), rotary)
+    assert_agrees("triton", q, k, placed([Text(5)], "flatten", 10**9), rotary)
 
 
 @pytest.mark.parametrize(("scheme", "view"), IN_TURNS)
@@ -127,18 +142,34 @@ def test_every_table_and_its_dense_ids_agree(scheme: str, view: str) -> None:
     assert_same(*in_both_ways(q, table, rotary))
 
 
-@pytest.mark.parametrize("axes", [pytest.param(n, marks=[pytest.mark.slow] * (n in (1, 3))) for n in BY_AXES])
-def test_every_form_of_positions_agrees(axes: int, tile: Any) -> None:
-    tile(32, 1)
-    table = packed(BY_AXES[axes])
+@pytest.mark.parametrize(
+    ("axes", "view", "way"),
+    [
+        pytest.param(axes, view, way, marks=[pytest.mark.slow] * (way == "triton" and (axes == 3 or view != "packed")))
+        for axes in BY_AXES
+        for view in ("packed", "padded", "sliced")
+        for way in ("reference", "auto", "triton")
+    ],
+)
+def test_every_form_of_positions_agrees(axes: int, view: str, way: Any, tile: Any) -> None:
+    tile(64, 1)
+    rotary, table = Rotary(8, axes=axes), VIEWS[view](packed(BY_AXES[axes]))
+    tokens = table.num_tokens
+    q, k = device_heads(tokens, 2, 8), device_heads(tokens, 1, 8, seed=1)
     ids = torch.from_numpy(table.dense()).to(DEVICE)
-    rotary = Rotary(8, axes=axes)
-    q, k = device_heads(32, 2, 8), device_heads(32, 1, 8, seed=1)
-    forms: list[Any] = [DevicePositions.from_table(table, DEVICE, capacity) for capacity in (None, 64)]
-    forms += [ids.to(torch.float64), ids.to(torch.float64).view(axes, 1, 32)]
-    forms += [ids.floor().to(torch.int32), ids.floor().to(torch.int64), ids.floor().to(torch.int32).T.contiguous().T]
-    for positions in forms:
-        assert_kernel_agrees(q, k, positions, rotary)
+    whole, float64 = ids.floor().to(torch.int32), ids.to(torch.float64)
+    want = {form: everything("reference", q, k, form, rotary) for form in (table, whole, float64)}
+    forms: dict[Any, list[Any]] = {
+        table: [table, *(DevicePositions.from_table(table, DEVICE, capacity) for capacity in (None, 100))],
+        whole: [whole, whole.long(), whole.double(), whole.view(axes, 1, tokens), whole.T.contiguous().T],
+        float64: [float64, float64.view(axes, 1, tokens)],
+    }
+    for form, same in forms.items():
+        for positions in same:
+            for a, b in zip(everything(way, q, k, positions, rotary), want[form], strict=True):
+                assert_same(a, b)
+    # float64 can only approximate thirds, so rounding down may differ by one unit of 2⁻³².
+    assert_within(want[float64], want[table], [rotations(x, 2 * EXACT * table.fractional) for x in want[table]])
 
 
 @settled
@@ -177,13 +208,16 @@ def test_ids_at_the_ends_of_int32_agree(scheme: str, start: int) -> None:
 TILINGS = [(64, 1), (8, 3), *(pytest.param(*tiling, marks=pytest.mark.slow) for tiling in ((4, 7), (2, 1), (1, 1)))]
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "head_axes"), [(5, None), pytest.param(12, [1, 0, 1, 1], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("block", "shares"), TILINGS)
-def test_every_tiling_agrees(block: int, shares: int, tile: Any) -> None:
+def test_every_tiling_agrees(block: int, shares: int, num_heads: int, head_axes: Any, tile: Any) -> None:
     tile(block, shares)
     table = packed("rope-tie-v2").slice(4, 17)
-    rotary = Rotary(12, rotary_dim=8)
-    q, k = device_heads(13, 5, 12), device_heads(13, 4, 12, seed=1)
-    assert_kernel_agrees(q, k, DevicePositions.from_table(table, DEVICE, 40), rotary)
+    rotary = Rotary(12, rotary_dim=8, allocation="heads" if head_axes else "interleaved", head_axes=head_axes)
+    q, k = device_heads(13, num_heads, 12), device_heads(13, 4, 12, seed=1)
+    assert_agrees("triton", q, k, DevicePositions.from_table(table, DEVICE, 40), rotary)
     # In place, a head that two programs process would be rotated twice.
     want = apply_rotary(q, k, table, rotary, implementation="reference")
     apply_rotary(q, k, table, rotary, inplace=True, implementation="triton")
@@ -195,7 +229,7 @@ def test_every_tiling_agrees(block: int, shares: int, tile: Any) -> None:
 def test_any_number_of_tokens_agrees(tokens: int) -> None:
     table = packed("rope-tie").pad(12).slice(0, tokens)
     q, k = device_heads(tokens, 2, 6), device_heads(tokens, 1, 6, seed=1)
-    assert_kernel_agrees(q, k, table, Rotary(6))
+    assert_agrees("triton", q, k, table, Rotary(6))
 
 
 CASES: dict[str, Callable[[], PositionTable]] = {
@@ -235,7 +269,7 @@ def test_heads_split_into_pieces_agree_across_many_programs(block: int, pairing:
     rotary = Rotary(24, pairing=pairing)  # three pieces of four pairs
     table = placed([Text(3), Grid(3, 4), Text(3)], "rope-tie-fractional")
     q, k = device_heads(18, 3, 24), device_heads(18, 1, 24, seed=1)
-    assert_kernel_agrees(q, k, table, rotary)
+    assert_agrees("triton", q, k, table, rotary)
 
 
 def test_pairs_are_split_into_pieces_if_their_number_is_not_a_power_of_two_and_all_channels_rotate() -> None:
@@ -257,7 +291,7 @@ def test_tilings_split_heads_among_programs_until_warps_fill_a_device() -> None:
 def test_the_tiling_for_few_tokens_agrees(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "tiles", own_tiling)
     q, k = device_heads(11, num_heads, 6), device_heads(11, 1, 6, seed=1)
-    assert_kernel_agrees(q, k, packed("rope-tie").slice(4, 15), Rotary(6))
+    assert_agrees("triton", q, k, packed("rope-tie").slice(4, 15), Rotary(6))
 
 
 def test_launches_disable_fusion_of_products_and_sums() -> None:
@@ -282,25 +316,42 @@ def as_layout(x: Tensor, layout: str) -> Tensor:
     return four.transpose(1, 2) if layout == "bhsd" else four
 
 
-@pytest.mark.parametrize(("layout", "pairing"), [("thd", "half"), ("bshd", "adjacent"), ("bhsd", "half")])
-def test_views_of_a_fused_qkv_agree_in_every_layout_both_out_of_place_and_in_place(layout: Any, pairing: Any) -> None:
-    rotary = Rotary(12, rotary_dim=8, pairing=pairing)
-    table = packed("rope-tie").pad(13)
-    fused = device_heads(39, 8, 12)
-    pair = []
-    for implementation in ("triton", "reference"):
-        copy = fused.clone()
-        q, k = as_layout(copy[:, :4], layout), as_layout(copy[:, 4:6], layout)
-        if implementation == "triton":
-            assert_kernel_agrees(q, k, table, rotary, layout=layout)
-        options: Any = {"inplace": True, "implementation": implementation}
-        out = apply_rotary(q, k, table, rotary, layout=layout, **options)
-        assert out[0] is q
-        assert out[1] is k
-        pair.append(copy)
-    assert_same(*pair)
-    assert torch.equal(pair[0][:, 6:], fused[:, 6:])
-    assert torch.equal(pair[0][..., 8:], fused[..., 8:])
+LAYOUTS = [
+    ("thd", Rotary(12, rotary_dim=8)),
+    ("bshd", Rotary(12, rotary_dim=8, pairing="adjacent")),
+    ("bhsd", Rotary(12, rotary_dim=8)),
+    *((name, Rotary(12, rotary_dim=8, allocation="heads", head_axes=[1, 0])) for name in ("bshd", "bhsd")),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rotary", "way"),
+    [
+        pytest.param(*case, way, marks=[pytest.mark.slow] * (way == "triton" and case[1].allocation == "heads"))
+        for case in LAYOUTS
+        for way in ("reference", "auto", "triton")
+    ],
+)
+def test_views_of_a_fused_qkv_are_rotated_in_every_layout_both_out_of_place_and_in_place(
+    layout: Any, rotary: Rotary, way: Any
+) -> None:
+    table, fused = packed("rope-tie").pad(13), device_heads(39, 8, 12)
+    before, options = fused.clone(), {"layout": layout, "implementation": way}
+    q, k = as_layout(fused[:, :4], layout), as_layout(fused[:, 4:6], layout)
+    for conjugate in (True, False):
+        fresh = apply_rotary(q, k, table, rotary, conjugate=conjugate, **options)
+        for x, out in zip((q, k), fresh, strict=True):
+            assert_rotated(out, x, table, rotary, layout=layout, conjugate=conjugate)
+    assert torch.equal(fused, before)
+    in_place = apply_rotary(q, k, table, rotary, inplace=True, **options)
+    for x, out, want in zip((q, k), in_place, fresh, strict=True):
+        assert out is x
+        assert_same_bits(x, want)
+    assert torch.equal(fused[:, 6:], before[:, 6:])
+    assert torch.equal(fused[..., 8:], before[..., 8:])
+    turned, k_out = apply_rotary(q, None, table, rotary, conjugate=True, inplace=True, **options)
+    assert (turned is q, k_out) == (True, None)
+    assert_same_bits(k, fresh[1])
 
 
 def test_any_strides_agree() -> None:
@@ -309,28 +360,35 @@ def test_any_strides_agree() -> None:
     backwards = device_heads(8, 2, 16).permute(2, 1, 0)
     broadcast = device_heads(1, 1, 8).expand(16, 2, 8)
     for x in (strided, backwards, broadcast):
-        assert_kernel_agrees(x, x[:, :1], table, rotary)
+        assert_agrees("triton", x, x[:, :1], table, rotary)
 
 
-def test_calls_without_k_heads_or_tokens_agree() -> None:
-    rotary, table = Rotary(8), packed("rope-tie")
-    q = device_heads(32, 3, 8)
-    assert_same(*in_both_ways(q, table, rotary))
-    assert apply_rotary(q, None, table, rotary, implementation="triton")[1] is None
-    assert_kernel_agrees(q[:, :0], q, table, rotary)
-    assert_kernel_agrees(q[:0], q[:0], table.slice(4, 4), rotary)
+@pytest.mark.parametrize("way", ["reference", "auto", "triton"])
+def test_calls_without_k_heads_or_tokens_agree(way: Any) -> None:
+    rotary, table = Rotary(8, rotary_dim=4), packed("rope-tie").slice(4, 9)
+    q, k = device_heads(5, 3, 8), device_heads(5, 2, 8, seed=1)
+    assert apply_rotary(q, None, table, rotary, implementation=way)[1] is None
+    for some_q, some_k, positions in ((q[:, :0], k, table), (q, k[:, :0], table), (q[:0], k[:0], table.slice(2, 2))):
+        assert_agrees(way, some_q, some_k, positions, rotary)
+        before = apply_rotary(some_q, some_k, positions, rotary, implementation=way)
+        in_place = apply_rotary(some_q.clone(), some_k.clone(), positions, rotary, inplace=True, implementation=way)
+        for x, out, same in zip((some_q, some_k), before, in_place, strict=True):
+            assert out is not None
+            assert out.shape == x.shape
+            assert_same_bits(same, out)
+    nothing = torch.zeros(2, 0, 5, dtype=torch.int32, device=DEVICE)
+    assert apply_rotary(device_heads((0, 5), 2, 8), None, nothing, rotary, implementation=way)[0].shape == (0, 5, 2, 8)
 
 
-def test_unrotated_channels_are_copied_if_the_other_tensor_has_no_heads() -> None:
+@WAYS
+def test_a_call_whose_q_has_no_heads_computes_the_gradient_of_k_alone(way: Any) -> None:
     rotary, table = Rotary(8, rotary_dim=4), packed("rope-tie")
-    q, k = device_heads(32, 3, 8), device_heads(32, 2, 8, seed=1)
-    assert_kernel_agrees(q[:, :0], k, table, rotary)
-    assert_kernel_agrees(q, k[:, :0], table, rotary)
-    # A call whose q has no heads computes the gradient of k alone.
-    want = torch.autograd.grad(apply_rotary(q, k.requires_grad_(), table, rotary)[1].sin().sum(), k)  # type: ignore[union-attr]
-    got = apply_rotary(q, k, table, rotary, implementation="triton")[1]
-    assert got is not None
-    assert torch.equal(torch.autograd.grad(got.sin().sum(), k)[0], want[0])
+    q, k, gradients = device_heads(32, 3, 8), device_heads(32, 2, 8, seed=1).requires_grad_(), []
+    for implementation in ("reference", way):
+        out = apply_rotary(q, k, table, rotary, implementation=implementation)[1]
+        assert out is not None
+        gradients += torch.autograd.grad(out.sin().sum(), k)
+    assert torch.equal(*gradients)
 
 
 # Precision "hf".

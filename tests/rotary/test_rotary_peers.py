@@ -1,4 +1,4 @@
-"""Compare rotations with those of Transformers, Liger, timm and diffusers on the same q, k and ids."""
+"""Compare rotations with those of Transformers, Liger and timm on the same q, k and ids."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tolerance import ARITHMETIC, FREQUENCY, assert_within, cos_sin, rotations
+from tolerance import FREQUENCY, assert_within, cos_sin, rotations
 from torch import Tensor
 
 import mmpos.rotary
@@ -154,22 +153,3 @@ def test_axial_rotations_agree_with_timm(pairing: Any, half: bool) -> None:
     embedding = timm.RotaryEmbeddingCat(64, in_pixels=False, rotate_half=half).get_embed([5, 7])
     theirs = timm.apply_rot_embed_cat(q.transpose(1, 2), embedding, half=half).transpose(1, 2)
     assert_close(apply_rotary(q, None, positions, rotary)[:1], [theirs], error=cos_sin(6.0, FREQUENCY + 1))
-
-
-@pytest.mark.parametrize(
-    ("axes_dim", "theta"), [([16, 56, 56], 256.0), ([44, 42, 42], 1e4)], ids=["HunyuanVideo", "Wan"]
-)
-def test_rotations_agree_with_video_diffusion_models(axes_dim: list[int], theta: float) -> None:
-    """In diffusers' formula, each axis rotates a block of adjacent pairs as complex float64 numbers."""
-    ids = torch.from_numpy(np.indices((5, 6, 7)).reshape(3, -1))
-    q = normal(ids.shape[1], 4, 128)
-    rotary = Rotary(128, theta, allocation="axial", axes_dim=axes_dim, pairing="adjacent")
-    blocks = []
-    for position, block in zip(ids, q.double().split(axes_dim, dim=-1), strict=True):
-        frequency = theta ** -torch.arange(0, 1, 2 / block.shape[-1], dtype=torch.float64)
-        turn = torch.polar(torch.ones(()).double(), position[:, None, None] * frequency)
-        blocks.append(torch.view_as_real(torch.view_as_complex(block.unflatten(-1, (-1, 2))) * turn).flatten(-2))
-    expected = torch.cat(blocks, dim=-1)
-    length = q.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
-    got, _ = apply_rotary(q, None, ids, rotary)
-    assert ((got - expected).abs() <= ARITHMETIC * length).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,16 +83,20 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("gate", [False, True])
-def test_in_place_rotation_runs_one_operator_besides_views(gate: bool) -> None:
+def test_a_rotation_runs_one_operator_besides_views_and_copies_nothing(gate: bool) -> None:
     qkv, positions = packed_qkv(gate), DevicePositions.from_table(TABLE, DEVICE)
-    slots, (keys, values) = torch.arange(13, device=DEVICE), torch.zeros(2, 16, 2, 12, device=DEVICE)
-    with Operations() as seen:
-        q, k, v, _ = split_qkv(qkv, gate=gate, **HEADS)
-        apply_rotary(q, k, positions, ROTARY, inplace=True)
-    assert [name for name, view in zip(seen.names, seen.views, strict=True) if not view] == ["mmpos::rotate_"]
-    with Operations() as seen:
-        rotate_and_store(q, k, v, positions, ROTARY, Cache(keys, values, slots), inplace=True)
-    assert [name for name, view in zip(seen.names, seen.views, strict=True) if not view] == ["mmpos::rotate_and_store_"]
+    q, k, v, _ = split_qkv(qkv, gate=gate, **HEADS)
+    cache = Cache(*torch.zeros(2, 16, 2, 12, device=DEVICE), torch.arange(13, device=DEVICE))
+    calls: dict[str, Callable[[], Any]] = {
+        "rotate": lambda: apply_rotary(q, k, positions, ROTARY),
+        "rotate_": lambda: apply_rotary(q, k, positions, ROTARY, inplace=True),
+        "rotate_and_store_": lambda: rotate_and_store(q, k, v, positions, ROTARY, cache, inplace=True),
+    }
+    for name, call in calls.items():
+        with Operations() as seen:
+            split_qkv(qkv, gate=gate, **HEADS)
+            call()
+        assert [n for n, view in zip(seen.names, seen.views, strict=True) if not view] == [f"mmpos::{name}"]
 
 
 def test_gradients_reach_the_packed_tensor() -> None:

@@ -1,18 +1,22 @@
-"""The C scan of token ids builds the same tables as the Python code, which raises the errors."""
+"""Token ids become the segments that they were written for, by the C scan as by the Python code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from oracle import fields
 
-from mmpos import MmposError, Placeholders, SegmentTable
-from mmpos.segments import CropMarkers
+from mmpos import Grid, MmposError, Placeholders, SegmentTable, Text
+from mmpos.segments import Audio, Clip, CropMarkers, Thumbnail, Tile
 from mmpos.segments import table as tables
+from mmpos.segments.kinds import Segment
 from mmpos.support import native
 
 IMAGE, VIDEO, AUDIO, ROW, LAST = 8, 9, 10, 11, 12
@@ -34,61 +38,99 @@ KINDS = {
 
 
 class Batch:
-    """Documents with random parts, and their grids before merging."""
+    """Documents with random parts, their grids before merging, and the segments that they should become."""
 
     def __init__(self, random: Random, kinds: Placeholders, merge: int, apart: bool) -> None:
         self.random, self.kinds, self.merge, self.apart = random, kinds, merge, apart
+        self.timed, self.known = random.random() < 0.3, True
         self.grids: dict[int | None, list[list[int]]] = {kinds.image: [], kinds.video: []}
         self.audio: list[int] = []
-        self.videos = 0
-        self.documents = [self.document() for _ in range(random.randint(1, 3))]
+        self.seconds: list[Fraction | None] = []
+        self.documents: list[list[int]] = []
+        self.segments: list[list[Segment]] = []
+        self.padding: tuple[Any, Any] | None = None
+        for _ in range(random.randint(1, 3)):
+            self.documents.append([])
+            self.segments.append([])
+            self.text(self.words(3))
+            for _ in range(random.randint(0, 4)):
+                self.part()
+                self.text(self.words(3))
+            if not self.documents[-1]:
+                self.text([0])
 
-    def document(self) -> list[int]:
-        ids = self.text(3)
-        for _ in range(self.random.randint(0, 4)):
-            ids += self.part() + self.text(3)
-        return ids or [0]
-
-    def text(self, most: int) -> list[int]:
+    def words(self, most: int) -> list[int]:
         return [self.random.randint(0, 2) for _ in range(self.random.randint(0, most))]
 
-    def part(self) -> list[int]:
-        token = self.random.choice([self.kinds.image, self.kinds.video, self.kinds.audio])
-        if token is None:
-            return self.text(4)
-        if token == self.kinds.audio:
-            self.audio.append(self.random.randint(1, 5))
-            return [token] * self.audio[-1]
-        if self.kinds.crops is not None:
-            return self.picture(token)
-        frames, height, width = (self.random.randint(1, 3) for _ in range(3))
-        self.grids[token].append([frames, self.merge * height, self.merge * width])
-        if self.kinds.framed:
-            around = self.random.choice([[], [token]])
-            return [0, *around, *[token] * (frames * height * (width + 1)), *around, 0]
-        row = [token] * width + ([self.kinds.rows[0]] if self.kinds.rows else [])
-        grid = row * (frames * height)
-        if self.kinds.rows:
-            grid[-1] = self.kinds.rows[1]
-        if self.kinds.audio is not None and token == self.kinds.video and self.random.random() < 0.5:
-            self.audio.append(self.random.randint(1, 5))
-            grid += [self.kinds.audio] * self.audio[-1]
-            self.random.shuffle(grid)
-            return [1, 2, *grid, 1, 2]
-        if self.apart and token == self.kinds.video:
-            return [id for _ in range(frames) for id in ([token] * (height * width) + self.text(2))]
-        return grid
+    def text(self, ids: list[int]) -> None:
+        """Append text, which continues the text before it."""
+        parts, length = self.segments[-1], len(ids)
+        if ids and parts and isinstance(parts[-1], Text):
+            length += parts[-1].length
+            parts.pop()
+        if ids:
+            self.add(Text(length), ids)
 
-    def picture(self, token: int) -> list[int]:
-        crops = self.kinds.crops
-        assert crops is not None
-        ids: list[int] = []
+    def add(self, segment: Segment, ids: list[int]) -> None:
+        self.documents[-1] += ids
+        self.segments[-1].append(segment)
+
+    def part(self) -> None:
+        random, kinds = self.random, self.kinds
+        token = random.choice([kinds.image, kinds.video, kinds.audio])
+        if token is None:
+            self.text(self.words(4))
+            return
+        if kinds.audio is not None and self.segments[-1] and not isinstance(self.segments[-1][-1], Text):
+            self.known = False  # audio forms one run with audio or a video right before it
+        if token == kinds.audio:
+            self.audio.append(random.randint(1, 5))
+            self.add(Audio(self.audio[-1]), [token] * self.audio[-1])
+        elif kinds.crops is not None:
+            self.picture(token, kinds.crops)
+        else:
+            self.grid(token)
+
+    def grid(self, token: int) -> None:
+        random, kinds = self.random, self.kinds
+        frames, height, width = (random.randint(1, 3) for _ in range(3))
+        video, seconds = token == kinds.video, None
+        self.grids[token].append([frames, self.merge * height, self.merge * width])
+        if video:
+            seconds = random.choice([None, Fraction(1, 2), Fraction(2)]) if self.timed else None
+            self.seconds.append(seconds)
+        apart = video and self.apart
+        grid = Grid(height, width, frames=frames, row_separator=kinds.rows is not None, seconds_per_frame=seconds)
+        if kinds.framed:
+            self.known &= frames == 1 or not apart
+            around = random.choice([[], [token]])
+            self.text([0, *around])
+            self.add(grid, [token] * (frames * height * (width + 1)))
+            self.text([*around, 0])
+            return
+        if kinds.audio is not None and video and random.random() < 0.5:
+            self.known &= kinds.rows is None and not apart
+            self.audio.append(random.randint(1, 5))
+            ids = [token] * (frames * height * width) + [kinds.audio] * self.audio[-1]
+            random.shuffle(ids)
+            clip = Clip(height, width, frames=frames, audio=self.audio[-1], seconds_per_frame=seconds)
+            self.add(clip, [1, 2, *ids, 1, 2])
+            return
+        row = [token] * width + ([kinds.rows[0]] if kinds.rows else [])
+        for _ in range(frames if apart else 1):
+            ids = row * (height if apart else frames * height)
+            ids[-1] = kinds.rows[1] if kinds.rows else token
+            self.add(replace(grid, frames=1) if apart else grid, ids)
+            self.text(self.words(2) if apart else [])
+
+    def picture(self, token: int, crops: CropMarkers) -> None:
         for i in range(self.random.randint(1, 4)):
-            height, width = self.random.randint(1, 3), self.random.randint(1, 3)
+            height, width, after = *(self.random.randint(1, 3) for _ in range(2)), self.random.randint(0, 1)
             self.grids[token].append([1, self.merge * height, self.merge * width])
+            self.seconds += [None] * (token == self.kinds.video)
             begin, end = (crops.tile_start, crops.tile_end) if i else (crops.thumbnail_start, crops.thumbnail_end)
-            ids += [begin, *[token] * (height * width), end, *[crops.newline] * self.random.randint(0, 1)]
-        return ids
+            segment = (Tile if i else Thumbnail)(height, width, tokens_after=after)
+            self.add(segment, [begin, *[token] * (height * width), end, *[crops.newline] * after])
 
     def arguments(self) -> dict[str, Any]:
         """Draw the arguments of from_input_ids in any of their forms."""
@@ -100,8 +142,8 @@ class Batch:
                 arguments[name] = np.array(self.grids[token], dtype).reshape(-1, 3)
         if self.kinds.audio is not None and random.random() < 0.5:
             arguments["audio_lengths"] = self.audio
-        if self.kinds.video is not None and random.random() < 0.3:
-            arguments["seconds_per_frame"] = [random.choice([None, 0.5, 2]) for _ in self.grids[self.kinds.video]]
+        if self.timed and self.kinds.video is not None:
+            arguments["seconds_per_frame"] = self.seconds
         dtype = random.choice([np.int64, np.int64, np.int32])
         if random.random() < 0.5:
             arguments["input_ids"] = np.array([token for ids in self.documents for token in ids], dtype)
@@ -114,13 +156,18 @@ class Batch:
         width = max(map(len, self.documents)) + self.random.randint(0, 2)
         filler = self.random.choice([0, IMAGE, AUDIO])
         ids, mask = np.full((len(self.documents), width), filler, dtype), np.zeros((len(self.documents), width), dtype)
-        for row, document in enumerate(self.documents):
-            left = self.random.choice([0, width - len(document)])
+        gaps = np.array([width - len(document) for document in self.documents])
+        before = np.array([self.random.choice([0, gap, gap // 2]) for gap in gaps.tolist()])
+        self.padding = before, gaps - before
+        for row, (document, left) in enumerate(zip(self.documents, before, strict=True)):
             ids[row, left : left + len(document)], mask[row, left : left + len(document)] = document, 1
-        arguments["input_ids"], arguments["attention_mask"] = (
-            ids,
-            mask.astype(self.random.choice([dtype, np.bool_, np.uint8])),
-        )
+        mask = mask.astype(self.random.choice([dtype, np.bool_, np.uint8]))
+        arguments["input_ids"], arguments["attention_mask"] = ids, mask
+
+    def table(self) -> SegmentTable:
+        """Build the table of all documents, with their padding."""
+        table = SegmentTable.from_documents(self.segments)
+        return table if self.padding is None else table._with_padding(*self.padding)
 
 
 def damage(random: Random, arguments: dict[str, Any]) -> None:
@@ -138,7 +185,7 @@ def outcome(arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_scan_gives_the_same_result_as_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_become_their_segments_in_c_as_in_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     random, scans = Random(name), 0
     scan: Callable[..., Any] = tables.scan
 
@@ -149,19 +196,26 @@ def test_the_scan_gives_the_same_result_as_python(name: str, monkeypatch: pytest
         return result
 
     monkeypatch.setattr(tables, "scan", counting)
-    core, valid = native.core, 0
+    core, valid, known = native.core, 0, 0
+    forms: list[Callable[[Any], Any]] = [np.asarray, np.atleast_2d, np.ndarray.tolist, torch.from_numpy]
     for _ in range(300):
-        arguments = Batch(random, KINDS[name], random.choice([1, 2]), random.random() < 0.3).arguments()
-        for _ in range(random.choice([0, 0, 1, 2])):
+        batch = Batch(random, KINDS[name], random.choice([1, 2]), random.random() < 0.3)
+        arguments, damages = batch.arguments(), random.choice([0, 0, 1, 2])
+        for _ in range(damages):
             damage(random, arguments)
+        arguments["input_ids"] = random.choice(forms)(arguments["input_ids"])
         got, before = outcome(arguments), scans
         monkeypatch.setattr(native, "core", None)
         want = outcome(arguments)
         monkeypatch.setattr(native, "core", core)
         assert got == want, arguments
         assert scans == before
+        if batch.known and not damages:
+            assert got == fields(batch.table()), arguments
+            known += 1
         valid += isinstance(want, dict)
     assert scans >= valid * 0.9 - 300 * (name == "audio and rows"), (scans, valid)
+    assert known >= 20
 
 
 def test_the_scan_of_arbitrary_numbers_never_reads_out_of_bounds() -> None:

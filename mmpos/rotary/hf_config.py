@@ -491,7 +491,7 @@ def _check_all_scaled(fields: Fields) -> None:
 def _phimoe(rope: Values, kind: str, original: Any) -> LongRoPE:
     """Return LongRoPE with the attention factor short_mscale.
 
-    Transformers 5.23 uses the short factors at every length, unlike the code released with the checkpoints.
+    Transformers 5.24 uses the short factors at every length, unlike the code released with the checkpoints.
     """
     short, long = (rope.get(name) for name in ("short_mscale", "long_mscale"))
     if kind != "longrope" or short is None or short != long:
@@ -520,7 +520,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @cache
 def class_defaults() -> Mapping[str, Values]:
-    """Load the relevant defaults of the config classes in Transformers 5.23, by model type.
+    """Load the relevant defaults of the config classes in Transformers 5.24, by model type.
 
     ``names`` contains alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model
     types of nested configs that do not state their model type, ``part_defaults`` the default field values of nested

@@ -320,9 +320,13 @@ def formula_frequencies(text: Any, layer_type: str | None, pairs: int) -> tuple[
     if kind == "proportional":
         turning = int(parameters["partial_rotary_factor"] * dim) // 2
         return [omega * (j < turning) for j, omega in enumerate(plain)], 1
-    if kind != "yarn":
+    if kind not in ("yarn", "llama3"):
         return plain, 1
     original = parameters["original_max_position_embeddings"]
+    if kind == "llama3":  # a pair keeps its frequency by the number of turns that it makes in the original length
+        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        kept = [min(max((original * o / (2 * mp.pi) - low) / (high - low), mp.mpf(0)), mp.mpf(1)) for o in plain]
+        return [o * k + o / parameters["factor"] * (1 - k) for o, k in zip(plain, kept, strict=True)], 1
     bounds = [
         dim * mp.log(original / (parameters[name] * 2 * mp.pi)) / (2 * mp.log(theta))
         for name in ("beta_fast", "beta_slow")

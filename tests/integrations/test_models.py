@@ -388,6 +388,10 @@ class Unreadable:
         raise KeyError("hidden_size")
 
 
+KNOWN = (
+    "want a model type of Transformers 5.24 that docs/models-names.md lists; for any other model, write its rule as a "
+    "scheme (docs/schemes.md) and pass the scheme to mmpos.place"
+)
 DEFAULTS = "or {} for the defaults of its class"
 ENCODER = f"config.vision_config: got none, want the config of the encoder, {DEFAULTS}"
 ROPE, SECTION = "config.text_config.rope_parameters.", "mrope_section: got"
@@ -398,9 +402,8 @@ CONFIGS_REFUSED: dict[str, Any] = {
         f"config.model_type: got {model!r}, which is not supported: {reason}": {"model_type": model}
         for model, reason in UNSUPPORTED_TYPES.items()
     },
-    "config.model_type: got 'no', want a supported type, see docs/models-names.md": {"model_type": "no"},
-    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type, see "
-    "docs/models-names.md": {"model_type": "qwen25_vl"},
+    f"config.model_type: got 'no', {KNOWN}": {"model_type": "no"},
+    f"config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), {KNOWN}": {"model_type": "qwen25_vl"},
     "config.model_type: got none, want the name of a model type": {},
     "config.image_token_id: got none, want an integer": {**HUNYUAN, "image_token_id": None},
     "config.attention_head_dim: got none, want an integer": {**HUNYUAN, "attention_head_dim": None},
@@ -466,7 +469,7 @@ USES: dict[str, Any] = {
     **{
         f"markers: got {model!r}, whose images have {tokens}{NOT_BUILT}": lambda model=model: settings_of(model).markers
         for model, tokens in (
-            ("hunyuan_vl", "placeholders without a patch before, between and after their rows"),
+            ("hunyuan_vl", "rows that end in a placeholder without a patch"),
             ("minicpmv4_7", "a thumbnail and tiles, each with separate markers"),
             ("neomme", "a placeholder without a patch before their rows"),
         )

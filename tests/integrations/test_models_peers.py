@@ -49,7 +49,8 @@ def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list
                 row += [TEXT] * part
                 continue
             frames, height, width = part
-            patches = height * width // settings.spatial_merge_size**2
+            merge, extra = settings.spatial_merge_size, int(settings.placeholders.framed)
+            patches = height // merge * (width // merge + extra)
             if frames == 1:
                 images.append(part)
                 row += [settings.placeholders.image or 0] * patches
@@ -58,7 +59,7 @@ def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list
             begin, end = settings.video_markers or (TEXT, TEXT)
             token = settings.placeholders.image if settings.video_markers else settings.placeholders.video
             frame = [token or 0] * patches
-            if settings.frames_apart:
+            if settings.frames_apart and not extra:
                 row += [begin, *[*frame, TEXT] * frames, end]
             else:
                 row += frame * (frames // settings.temporal_merge_size)

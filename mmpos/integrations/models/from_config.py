@@ -14,7 +14,7 @@ from mmpos.integrations.models.model_types import MODEL_TYPES, TEXT_TYPES, UNSUP
 from mmpos.integrations.models.settings import MERGES, ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
-from mmpos.rotary.hf_models import ENCODERS, OTHER_TYPES
+from mmpos.rotary.hf_models import ENCODERS, OTHER_TYPES, TRANSFORMERS
 from mmpos.schemes import (
     Grid2D,
     MRopeQwen25,
@@ -53,8 +53,8 @@ def from_hf_config(
         layer_type: layer type, for configs with one rotation per layer type (Gemma 3).
 
     Raises:
-        UnsupportedError: the model type is unknown (the message suggests the most similar type), or no scheme computes
-            its positions.
+        UnsupportedError: the model type is unknown (the message suggests the most similar type and says what to do), or
+            no scheme computes its positions.
         InvalidInputError: a field of the config is missing or contradicts another, or a file in the folder is missing
             or not JSON; the message names the field or file.
     """
@@ -113,8 +113,9 @@ def _model_type(fields: Fields) -> ModelType:
         raise UnsupportedError(f"config.model_type: got {model!r}, which is not supported: {UNSUPPORTED_TYPES[model]}")
     if model not in MODEL_TYPES:
         raise UnsupportedError(
-            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a supported type, see "
-            "docs/models-names.md"
+            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a model type of Transformers "
+            f"{TRANSFORMERS} that docs/models-names.md lists; for any other model, write its rule as a scheme "
+            "(docs/schemes.md) and pass the scheme to mmpos.place"
         )
     return MODEL_TYPES[model]
 

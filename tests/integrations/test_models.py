@@ -276,19 +276,16 @@ def test_the_config_json_of_hunyuan_ocr_has_the_language_model_at_the_top_level(
     assert mmpos.from_hf_config({"model_type": "hunyuan_vl", **mapping}) == settings_of("hunyuan_vl")
 
 
-def test_serving_engines_count_images_of_hunyuan_vl_in_each_request() -> None:
+def test_images_of_hunyuan_vl_are_counted_across_the_batch() -> None:
     """By hand: each document is a begin marker, a 1×2 image with three extra tokens, and an end marker."""
     begin, patch, end = 120118, 120120, 120119
     row = [begin, *[patch] * 5, end]
-    expected = {"transformers": 1, "serving": 0}
-    for engine, second in expected.items():
-        settings = settings_of("hunyuan_vl", engine=engine)
-        segments = settings.segments([row, row], [[1, 2, 4]] * 2)
-        assert segments.lengths.tolist() == [2, 3, 2] * 2
-        ids = settings.place(segments).dense()
-        columns, rows = [0, 1, 0, 1, 2, 5, 6], [0, 1, 0, 0, 0, 5, 6]
-        images = [[0, 1, n, n, n, 5, 6] for n in (0, second)]
-        assert ids.tolist() == [[*range(7)] * 2, columns * 2, rows * 2, images[0] + images[1]]
+    settings = settings_of("hunyuan_vl")
+    segments = settings.segments([row, row], [[1, 2, 4]] * 2)
+    assert segments.lengths.tolist() == [2, 3, 2] * 2
+    columns, rows, images = [0, 1, 0, 1, 2, 5, 6], [0, 1, 0, 0, 0, 5, 6], [0, 1, 0, 0, 0, 5, 6, 0, 1, 1, 1, 1, 5, 6]
+    assert settings.place(segments).dense().tolist() == [[*range(7)] * 2, columns * 2, rows * 2, images]
+    assert settings_of("hunyuan_vl", engine="serving") == settings
 
 
 def hunyuan_with(**rope: Any) -> dict[str, Any]:

@@ -181,10 +181,21 @@ static int64_t put_rows(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
     return add_span(scan, i, i + tokens, grid) ? at : -1;
 }
 
-/* Add a grid whose rows end with an extra placeholder; its run may have an extra placeholder at each end. */
-static int64_t put_framed(Scan *scan, int64_t i, int64_t tokens, Segment grid) {
-    int64_t end = end_of(&scan->ids, i, scan->stop, id_at(&scan->ids, i)), around = end - i - tokens;
-    return (around == 0 || around == 2) && add_span(scan, i + around / 2, end - around / 2, grid) ? end : -1;
+/* Add a grid whose rows end with an extra placeholder, or all frames of a video that are separate grids of this kind;
+ * their run may have an extra placeholder at each end. */
+static int64_t put_framed(Scan *scan, int kind, int64_t i, int64_t tokens, Segment grid) {
+    int apart = kind == VIDEO && scan->option[FRAMES_APART];
+    int64_t frames = apart ? entry(&scan->grids[VIDEO].thw, grid.video, 0) : 1;
+    int64_t end = end_of(&scan->ids, i, scan->stop, id_at(&scan->ids, i)), around = end - i - frames * tokens;
+    if (around != 0 && around != 2) {
+        return -1;
+    }
+    for (i += around / 2; add_span(scan, i, i + tokens, grid); next_grid(scan, kind, &grid), i += tokens) {
+        if (--frames == 0) {
+            return end;
+        }
+    }
+    return -1;
 }
 
 static int is_marker(const Scan *scan, int64_t i) {
@@ -270,7 +281,7 @@ static int64_t put_next(Scan *scan, int64_t i) {
         return -1;
     }
     if (scan->framed) {
-        return put_framed(scan, i, tokens, grid);
+        return put_framed(scan, kind, i, tokens, grid);
     }
     if (scan->token[ROW_END] != ABSENT) {
         return put_rows(scan, i, tokens, grid);

@@ -71,13 +71,14 @@ MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
         **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), replace(_IMAGES, seq_idx=True)),
     }
 )
-"""Model types of Transformers 5.23 that separate the documents of a pack, with their arguments."""
+"""Model types of Transformers 5.24 that separate the documents of a pack, with their arguments."""
 
 _OMNI = "it takes audio as features, which are not passed on"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "glm_image": "its batches hold the images to generate and images_per_sample, which an Example does not have",
         "gpt_oss": "its masks do not read the documents of a row from position_ids",
+        "hy_v4_vl": "its rows end in a placeholder with features, where an Example has a separator without features",
         "hunyuan_vl": "it rejects the text row from which its mask would read the documents",
         "minicpmv4_7": "it takes images as slices with target_sizes, which an Example does not have",
         **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _OMNI),

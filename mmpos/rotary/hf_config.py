@@ -49,7 +49,7 @@ def hf_arguments(
     *,
     layer_type: str | None = None,
     overrides: Values = MappingProxyType({}),
-    released: bool = False,
+    by_channel: bool = False,
 ) -> dict[str, Any]:
     """Read the arguments of Rotary from a config and merge overrides into them.
 
@@ -64,13 +64,13 @@ def hf_arguments(
             text_config, that part is read; for a vision encoder, pass its vision_config.
         layer_type: the layer type whose rotation is read if the model's layers rotate differently.
         overrides: arguments of Rotary that override those from the config.
-        released: for HunYuan-VL, follow the code released with the model wherever Transformers rotates differently.
+        by_channel: accept HunYuan-VL, whose two channels of a pair rotate by different axes, as if by the same axis.
 
     Raises:
         UnsupportedError: the rotation of this rope type or model type is not supported.
         InvalidInputError: a required config field is missing, or a field is invalid.
     """
-    fields = _language_model(config, released)
+    fields = _language_model(config, by_channel)
     rope = _rope_parameters(fields, layer_type)
     fields = _layer(fields, layer_type)
     if not _known(fields):
@@ -115,7 +115,7 @@ def _known(fields: Fields) -> bool:
     return "rope_theta" in fields.defaults
 
 
-def _language_model(config: object, released: bool = False) -> Fields:
+def _language_model(config: object, by_channel: bool = False) -> Fields:
     fields = config if isinstance(config, Fields) else Fields.of(config)
     for name in ("thinker_config", "text_config"):
         fields = fields.part(name) or fields
@@ -123,7 +123,7 @@ def _language_model(config: object, released: bool = False) -> Fields:
     if model in TEXT_AT_TOP:
         fields = Fields(fields.name, fields.config, fields.parts["text_config"])
         model = fields.model_type
-    if model in OTHER_ROTATIONS and not (released and _known(fields)):
+    if model in OTHER_ROTATIONS and not (by_channel and _known(fields)):
         raise UnsupportedError(f"model_type: got {model!r}, want another: {OTHER_ROTATIONS[model]}")
     for name in ("thinker_config", "text_config"):
         if name in fields.parts:
@@ -491,7 +491,7 @@ def _check_all_scaled(fields: Fields) -> None:
 def _phimoe(rope: Values, kind: str, original: Any) -> LongRoPE:
     """Return LongRoPE with the attention factor short_mscale.
 
-    Transformers 5.23 uses the short factors at every length, unlike the code released with the checkpoints.
+    Transformers 5.24 uses the short factors at every length, unlike the code released with the checkpoints.
     """
     short, long = (rope.get(name) for name in ("short_mscale", "long_mscale"))
     if kind != "longrope" or short is None or short != long:
@@ -520,7 +520,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @cache
 def class_defaults() -> Mapping[str, Values]:
-    """Load the relevant defaults of the config classes in Transformers 5.23, by model type.
+    """Load the relevant defaults of the config classes in Transformers 5.24, by model type.
 
     ``names`` contains alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model
     types of nested configs that do not state their model type, ``part_defaults`` the default field values of nested

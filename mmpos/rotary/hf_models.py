@@ -1,4 +1,4 @@
-"""Rotations of the model types in Transformers 5.23: the parts that their configs do not specify."""
+"""Rotations of the model types in Transformers 5.24: the parts that their configs do not specify."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
+
+TRANSFORMERS = "5.24"
+"""The version of Transformers whose model types are known."""
 
 
 def by_name(rows: Mapping[str, T]) -> Mapping[str, T]:
@@ -113,7 +116,7 @@ ROTATIONS: Mapping[str, RotationType] = by_name(
         """
             glm4_moe glmasr_encoder laguna mellum minimax_m3_vl_text nemotron nemotron3_5_transcribe_asr_audio
             nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio persimmon phi phi3 phi4_multimodal
-            qwen3_next recurrent_gemma solar_open stablelm step3p5 zaya
+            qwen3_next recurrent_gemma sarvam_moe solar_open stablelm step3p5 zaya
         """: _PARTIAL,
         "bamba": RotationType(partial=1.0, factor_unread=True),
         "mimo_v2_flash": RotationType(partial=0.334),
@@ -148,6 +151,7 @@ ROTATIONS: Mapping[str, RotationType] = by_name(
         "qwen3_5_moe_text qwen3_5_text qwen4_exp_text": RotationType(
             section=(11, 11, 10), interleaved=True, partial=1.0
         ),
+        "hy_v4_vl_text": RotationType(section=(12, 10, 10), interleaved=True, adjacent=True),
         "glm4v_text glm_ocr_text": RotationType(section=(8, 12, 12), adjacent=True, partial=1.0),
         "glm4v_moe_text glm_image_text": RotationType(section=(8, 12, 12), partial=1.0),
         "ernie4_5_vl_moe_text": RotationType(section=(22, 22, 20), adjacent=True),

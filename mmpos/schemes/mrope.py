@@ -35,14 +35,19 @@ class MRope(Scheme):
 
 @dataclass(frozen=True)
 class MRopeQwen3(MRope):
-    """M-RoPE in which every frame of a video is a separate grid, with timestamp text between frames.
+    """M-RoPE in which every frame of a video is a separate grid, with or without timestamp text between frames.
 
-    Source: Qwen3-VL. Build tables with ``frames_apart=True`` or one Grid per frame.
+    The token that ends a row is one more column of the grid: next text at c + max(h, w + 1).
+    Source: Qwen3-VL; for row separators, Hy4. Build tables with ``frames_apart=True`` or one Grid per frame.
     """
 
     name: ClassVar[str] = "mrope-qwen3"
     linear_in = ("cursor",)
     frames = False
+    row_separators = True
+
+    def advance(self, grids: Grids) -> IntArray:
+        return np.maximum(grids.height, grids.row_tokens)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ class XDRope(Scheme):
 
     Columns, rows and images are counted from zero, independently of the tokens before the image; the token that ends a
     row has the column after that of the last patch. After a prompt that ends in an image, the next position is the next
-    token index, even without an axis of token indices. Source: HunYuan-VL (HunyuanOCR): its released code, vLLM and
+    token index, even without an axis of token indices. Source: HunYuan-VL (HunyuanOCR): its released code and
     Transformers.
 
     Args:
         axes: 4; 3 without the axis of token indices; above 4, more axes of token indices at the front.
-        counting: "document" counts images in each document, as in vLLM; "batch" counts images over the batch, as in
+        counting: "document" counts images in each document; "batch" counts images over the batch, as in
             Transformers, where the next position also exceeds the number of the last image.
         first_image: number of the first image, to continue a document.
     """

@@ -74,9 +74,9 @@ class Placeholders:
         audio: token for each audio token; None counts audio as text, which has the same positions. Audio and video
             tokens without text between them form a clip, with two markers before it and two after it.
         rows: token after every row of a grid but the last, and token after the last row: Pixtral's [IMG_BREAK] and
-            [IMG_END]. Set both to the id of patches if every row ends in one more patch token (HunYuan-VL). Then each
-            grid needs its own run, which may have one more patch token before and one after the grid (both or neither);
-            these tokens count as text. None if no token separates rows.
+            [IMG_END]. Set both to the id of patches if every row ends in one more patch token (HunYuan-VL, Hy4). Then
+            each image and each video needs its own run, which may have one more patch token before and one after its
+            patches (both or neither); these tokens count as text. None if no token separates rows.
         crops: tokens around thumbnails and tiles (MiniCPM-V 4.7), or None. If set, every grid is a thumbnail or a tile
             of one frame, with its own run of placeholders between its markers.
     """
@@ -278,24 +278,28 @@ def _match(
 def _match_framed(
     batch: PackedIds, runs: PlaceholderRuns, name: str, merged: IntArray, tokens: IntArray, owner: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Match each grid with one run; the rows of these grids end in a placeholder.
+    """Match the grids of each owner, an image or a video, with one run; the rows of these grids end in a placeholder.
 
-    A run may have one more token before and one after its grid, both or neither.
+    A run may have one more token before and one after its grids, both or neither.
     """
-    count = min(runs.tokens.size, tokens.size)
-    frame = runs.tokens[:count] - tokens[:count]
-    fits = (frame == 0) | (frame == 2)
+    opening = np.flatnonzero(np.diff(owner, prepend=-1))
+    total = np.add.reduceat(tokens, opening) if opening.size else tokens
+    count = min(runs.tokens.size, total.size)
+    around = runs.tokens[:count] - total[:count]
+    fits = (around == 0) | (around == 2)
     if not fits.all():
         g = int(fits.argmin())
         got = f"a run of {counted(int(runs.tokens[g]), 'placeholder')} at {batch.name(runs.document[g], runs.first[g])}"
+        sides = merged[opening[g]] * [total[g] // tokens[opening[g]], 1, 1]
         raise InvalidInputError(
-            f"{name}[{owner[g]}]: got {got}, want {tokens[g]} or {tokens[g] + 2} for {_sides(merged[g])}, whose rows "
-            "end in an extra placeholder"
+            f"{name}[{g}]: got {got}, want {total[g]} or {total[g] + 2} for {_sides(sides)}, whose rows end in an "
+            "extra placeholder"
         )
-    if runs.tokens.size != tokens.size:
+    if runs.tokens.size != total.size:
         want = f"{runs.tokens.size}, one for each run of placeholders"
-        raise InvalidInputError(f"{name}: got {counted(tokens.size, 'grid')}, want {want}")
-    return runs.first + frame // 2, runs.document
+        raise InvalidInputError(f"{name}: got {counted(total.size, 'grid')}, want {want}")
+    before = tokens.cumsum() - tokens
+    return (runs.first + around // 2)[owner] + before - before[opening][owner], runs.document[owner]
 
 
 def _with_row_ends(batch: PackedIds, runs: PlaceholderRuns, ends: tuple[int, int]) -> PlaceholderRuns:

@@ -244,7 +244,7 @@ def test_t5_buckets_equal_those_of_transformers_where_float32_logarithms_are_rig
 
 
 def test_t5_buckets_are_exact_where_float32_logarithms_are_wrong() -> None:
-    """Transformers 5.23 returns 147 for 22,032, 961 for 36,074 and 451 for 24,692, the last of these cases."""
+    """Transformers 5.24 returns 147 for 22,032, 961 for 36,074 and 451 for 24,692, the last of these cases."""
     assert T5Buckets.drawn(160, 2**16, bidirectional=False).bucket([-22_032, -22_033]).tolist() == [146, 147]
     assert Fraction(22_032, 80) ** 80 < Fraction(2**16, 80) ** 67 <= Fraction(22_033, 80) ** 80
     assert T5Buckets.drawn(1024, 2**16, bidirectional=False).bucket([-36_074, -36_075]).tolist() == [960, 961]

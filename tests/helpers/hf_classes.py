@@ -69,7 +69,7 @@ APART = ("hunyuan_vl_text",)
 """Model types whose rotation is read only with the settings of the whole model."""
 
 WITHOUT_MODULE = ("codegen", "gptj", "roformer")
-"""Model types that rotate with functions instead of a module."""
+"""Model types that rotate with functions, or with a module that holds a table of sines and cosines."""
 
 
 @cache

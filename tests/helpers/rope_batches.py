@@ -39,11 +39,13 @@ LIKE = {
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 """Model types whose thinker has the method."""
 
-MODELS = (*LIKE, "hunyuan_vl", *OMNI)
+MODELS = (*LIKE, "hy_v4_vl", "hunyuan_vl", *OMNI)
 """Model types for which ``rope_index`` has a function."""
 
 PLACED = ("glm_image", "minicpmv4_7")
 """Other model types with the method, whose positions only ``ModelSettings`` computes."""
+
+IMAGE_HY4, VIDEO_HY4 = 120120, 120124
 
 Array = npt.NDArray[Any]
 
@@ -234,6 +236,41 @@ def like_hunyuan(random: Random, model: str) -> Request:
     settings_arguments = {"input_ids": ids, "image_grid_thw": images or None, "attention_mask": real.astype(np.int64)}
     theirs = method_of(model, config)
     return Request(rope_index(config), theirs, arguments, settings_arguments if clean else None, settings)
+
+
+# Hy4.
+
+
+def _hy4_row(random: Random, grids: dict[int, list[list[int]]]) -> list[int]:
+    """Draw text, images and videos, with one more token after each row of each frame and no text between frames."""
+    row = [TEXT, *text_of(random, 5)]
+    for token in random.choices(list(grids), k=random.randint(0, 3)):
+        frames = random.randint(1, 3) if token == VIDEO_HY4 else 1
+        height, width = random.randint(1, 4), random.randint(1, 4)
+        grids[token].append([frames, 2 * height, 2 * width])
+        row += [*[token] * (frames * height * (width + 1)), TEXT, *text_of(random, 4)]
+    return row
+
+
+def like_hy4(random: Random, model: str) -> Request:
+    """Draw rows with images and videos of any size, padded and masked with holes; sometimes with one more grid."""
+    config, settings = with_settings(model)
+    grids: dict[int, list[list[int]]] = {IMAGE_HY4: [], VIDEO_HY4: []}
+    ids, real = batch_of(random, [_hy4_row(random, grids) for _ in range(random.randint(1, 4))])
+    kinds = sum((ids.numpy() == token) * real * kind for kind, token in enumerate(grids, 1))
+    arguments: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": any_integers(random, np.asarray(kinds))}
+    holes = False
+    if not real.all() or random.random() < 0.3:
+        arguments["attention_mask"], holes = mask_of(random, real, np.asarray(kinds))
+    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
+    for name, own in zip(("image_grid_thw", "video_grid_thw"), grids.values(), strict=True):
+        settings_arguments[name] = own or None
+        odd = [[0, random.randrange(2), random.randrange(2)] for _ in own]
+        more = [[1, 6, 6]] if random.random() < 0.2 else []
+        every = torch.tensor([*(np.array(own) + odd).tolist(), *more]) if own else torch.tensor(more)
+        arguments[name] = every if len(every) else None
+    theirs = method_of(model, config)
+    return Request(rope_index(config), theirs, arguments, None if holes else settings_arguments, settings)
 
 
 # GLM-Image.
@@ -446,6 +483,7 @@ FAMILIES: Mapping[str, Callable[[Random, str], Request]] = {
     **dict.fromkeys(LIKE, like_qwen),
     "glm_image": like_glm_image,
     "hunyuan_vl": like_hunyuan,
+    "hy_v4_vl": like_hy4,
     "minicpmv4_7": like_minicpm,
     **dict.fromkeys(OMNI, like_omni),
 }

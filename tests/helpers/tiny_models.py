@@ -50,6 +50,12 @@ SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2
 SMALL_VIT = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 64, "num_heads": 4, "depth": 1}}
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "apertus1p5": {
+        "audio_config": {"codebook_dim": 64, "codebook_size": 64},
+        "audio_token_offset": 264,
+        "image_token_offset": 200,
+        "vision_config": {"base_channels": 32, "codebook_size": 64},
+    },
     "blip-2": {**QUERIES, "image_token_index": 7},
     "chameleon": {"vq_config": VQ, "vocabulary_map": {"<image>": 7}},
     "cohere2_vision": {"alignment_intermediate_size": 64},
@@ -145,8 +151,10 @@ def logits(network: Any, input_ids: Tensor, position_ids: Tensor | None = None) 
     inputs = INPUTS[model](input_ids) if model in INPUTS else {"input_ids": input_ids}
     if position_ids is not None:
         inputs["position_ids"] = position_ids
+    # In Transformers 5.24, the outer model of Llama 4 raises an error if there are no images.
+    module = network.language_model if model == "llama4" else network
     with quiet(), torch.no_grad():
-        output = network(**inputs)
+        output = module(**inputs)
     result: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return result
 

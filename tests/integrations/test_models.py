@@ -276,19 +276,16 @@ def test_the_config_json_of_hunyuan_ocr_has_the_language_model_at_the_top_level(
     assert mmpos.from_hf_config({"model_type": "hunyuan_vl", **mapping}) == settings_of("hunyuan_vl")
 
 
-def test_serving_engines_count_images_of_hunyuan_vl_in_each_request() -> None:
+def test_images_of_hunyuan_vl_are_counted_across_the_batch() -> None:
     """By hand: each document is a begin marker, a 1×2 image with three extra tokens, and an end marker."""
     begin, patch, end = 120118, 120120, 120119
     row = [begin, *[patch] * 5, end]
-    expected = {"transformers": 1, "serving": 0}
-    for engine, second in expected.items():
-        settings = settings_of("hunyuan_vl", engine=engine)
-        segments = settings.segments([row, row], [[1, 2, 4]] * 2)
-        assert segments.lengths.tolist() == [2, 3, 2] * 2
-        ids = settings.place(segments).dense()
-        columns, rows = [0, 1, 0, 1, 2, 5, 6], [0, 1, 0, 0, 0, 5, 6]
-        images = [[0, 1, n, n, n, 5, 6] for n in (0, second)]
-        assert ids.tolist() == [[*range(7)] * 2, columns * 2, rows * 2, images[0] + images[1]]
+    settings = settings_of("hunyuan_vl")
+    segments = settings.segments([row, row], [[1, 2, 4]] * 2)
+    assert segments.lengths.tolist() == [2, 3, 2] * 2
+    columns, rows, images = [0, 1, 0, 1, 2, 5, 6], [0, 1, 0, 0, 0, 5, 6], [0, 1, 0, 0, 0, 5, 6, 0, 1, 1, 1, 1, 5, 6]
+    assert settings.place(segments).dense().tolist() == [[*range(7)] * 2, columns * 2, rows * 2, images]
+    assert settings_of("hunyuan_vl", engine="serving") == settings
 
 
 def hunyuan_with(**rope: Any) -> dict[str, Any]:
@@ -388,6 +385,10 @@ class Unreadable:
         raise KeyError("hidden_size")
 
 
+KNOWN = (
+    "want a model type of Transformers 5.24 that docs/models-names.md lists; for any other model, write its rule as a "
+    "scheme (docs/schemes.md) and pass the scheme to mmpos.place"
+)
 DEFAULTS = "or {} for the defaults of its class"
 ENCODER = f"config.vision_config: got none, want the config of the encoder, {DEFAULTS}"
 ROPE, SECTION = "config.text_config.rope_parameters.", "mrope_section: got"
@@ -398,9 +399,8 @@ CONFIGS_REFUSED: dict[str, Any] = {
         f"config.model_type: got {model!r}, which is not supported: {reason}": {"model_type": model}
         for model, reason in UNSUPPORTED_TYPES.items()
     },
-    "config.model_type: got 'no', want a supported type, see docs/models-names.md": {"model_type": "no"},
-    "config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), want a supported type, see "
-    "docs/models-names.md": {"model_type": "qwen25_vl"},
+    f"config.model_type: got 'no', {KNOWN}": {"model_type": "no"},
+    f"config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), {KNOWN}": {"model_type": "qwen25_vl"},
     "config.model_type: got none, want the name of a model type": {},
     "config.image_token_id: got none, want an integer": {**HUNYUAN, "image_token_id": None},
     "config.attention_head_dim: got none, want an integer": {**HUNYUAN, "attention_head_dim": None},
@@ -466,7 +466,7 @@ USES: dict[str, Any] = {
     **{
         f"markers: got {model!r}, whose images have {tokens}{NOT_BUILT}": lambda model=model: settings_of(model).markers
         for model, tokens in (
-            ("hunyuan_vl", "placeholders without a patch before, between and after their rows"),
+            ("hunyuan_vl", "rows that end in a placeholder without a patch"),
             ("minicpmv4_7", "a thumbnail and tiles, each with separate markers"),
             ("neomme", "a placeholder without a patch before their rows"),
         )

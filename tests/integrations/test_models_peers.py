@@ -13,7 +13,7 @@ import torch
 from layouts import padded
 from model_configs import LAYER_TYPES, TEXT, config_of, settings_of
 from rope_batches import classes, method_of, modeling
-from tolerance import EXACT, assert_within, cos_sin, rotations
+from tolerance import assert_within, cos_sin, rotations
 
 import mmpos
 import mmpos.rotary
@@ -49,7 +49,8 @@ def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list
                 row += [TEXT] * part
                 continue
             frames, height, width = part
-            patches = height * width // settings.spatial_merge_size**2
+            merge, extra = settings.spatial_merge_size, int(settings.placeholders.framed)
+            patches = height // merge * (width // merge + extra)
             if frames == 1:
                 images.append(part)
                 row += [settings.placeholders.image or 0] * patches
@@ -58,7 +59,7 @@ def tokens_of(settings: ModelSettings, documents: list[list[Any]]) -> tuple[list
             begin, end = settings.video_markers or (TEXT, TEXT)
             token = settings.placeholders.image if settings.video_markers else settings.placeholders.video
             frame = [token or 0] * patches
-            if settings.frames_apart:
+            if settings.frames_apart and not extra:
                 row += [begin, *[*frame, TEXT] * frames, end]
             else:
                 row += frame * (frames // settings.temporal_merge_size)
@@ -133,13 +134,3 @@ def test_the_two_channels_of_a_hunyuan_vl_pair_have_different_axes() -> None:
         ours[..., channels] = rotated[..., channels]
     theirs = module.apply_rotary_pos_emb(q, q, cos, sin)[0]
     assert_within(ours, theirs, rotations(theirs, cos_sin()))
-
-
-def test_serving_engines_rotate_both_channels_of_a_hunyuan_vl_pair_by_one_axis() -> None:
-    settings = settings_of("hunyuan_vl", engine="serving")
-    assert settings.second_rotary is None
-    positions = settings.place(XD_SEGMENTS)
-    base = 10000.0 * 1000.0 ** (128 / 126)
-    angles = [[int(ids[j // 16]) * base ** (-j / 64) for j in range(64)] for ids in positions.dense().T]
-    cos, sin = mmpos.rotary.cos_sin(settings.rotary, positions)
-    assert_within((cos[0], sin[0]), (np.cos(angles), np.sin(angles)), EXACT)

@@ -127,7 +127,7 @@ def test_every_model_type_with_the_method_is_compared() -> None:
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 PLAIN, TIMED, APART = RopeIndex(2), TimedRopeIndex(2, tokens_per_second=25), RopeIndex(2, frames_apart=True)
-XD = XDRopeIndex(2, 4)
+XD, HY4 = XDRopeIndex(2, 4), RopeIndex(2, frames_apart=True, row_separator=True)
 PATCH, FRAME, AUDIO, SOUND, SOUND_END, VISION_END = 151655, 151656, 151646, 151647, 151648, 151653
 OMNI_TOKENS = Placeholders(PATCH, FRAME, AUDIO)
 OMNI_25 = OmniRopeIndex(OMNI_TOKENS, 2, 25, VISION, SOUND, tokens_per_chunk=50)
@@ -170,6 +170,7 @@ def test_parameters_equal_those_of_get_rope_index(model: str) -> None:
     + [
         (changed("qwen2_5_vl", vision_config__tokens_per_second=7), TimedRopeIndex(2, tokens_per_second=7)),
         (changed("hunyuan_vl", vision_config__spatial_merge_size=4), XDRopeIndex(4, 4)),
+        (changed("hy_v4_vl", vision_config__spatial_merge_size=3), RopeIndex(3, 1, True, True)),
         (hunyuan(5)[0], XDRopeIndex(2, 5)),
         *((omni_config("qwen2_5_omni", part), OMNI_25) for part in ("", "_thinker")),
         *((omni_config("qwen3_omni_moe", part), OMNI_3) for part in ("", "_thinker")),
@@ -258,6 +259,22 @@ def test_adjacent_images_and_frames_are_supported() -> None:
     assert deltas.tolist() == [[0]]
     ids, _ = APART(**arguments_of([[TEXT, VIDEO, VIDEO, TEXT]], video_grid_thw=[[2, 2, 2]]))
     assert ids[:, 0].tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_ends_of_rows_are_one_more_column_of_every_frame() -> None:
+    """An image of 1×1 patches, and two frames of 2×1 patches: 2 and 2·4 tokens."""
+    kinds = [[TEXT, *[IMAGE] * 2, *[VIDEO] * 8, TEXT]]
+    ids, deltas = HY4(**arguments_of(kinds, image_grid_thw=[[1, 2, 3]], video_grid_thw=[[2, 4, 2]]))
+    frames, rows, columns = [3] * 4 + [5] * 4, [3, 3, 4, 4, 5, 5, 6, 6], [3, 4, 3, 4, 5, 6, 5, 6]
+    assert ids[:, 0].tolist() == [[0, 1, 1, *frames, 7], [0, 1, 1, *rows, 7], [0, 1, 2, *columns, 7]]
+    assert deltas.tolist() == [[-4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_grids_without_width_are_refused_as_they_were_passed(dtype: torch.dtype) -> None:
+    arguments = arguments_of([[TEXT, *[IMAGE] * 2]])
+    with pytest.raises(InvalidInputError, match=r"^image_grid_thw\[0\]: got \(1, 4, 1\), want at least \(1, 2, 2\)"):
+        HY4(**arguments, image_grid_thw=torch.tensor([[1, 4, 1]], dtype=dtype))
 
 
 def test_masked_patches_do_not_consume_a_grid() -> None:

@@ -177,7 +177,7 @@ def _grid_2d(
 
 def _mrope(grid: Grid, cursor: int) -> Grown:
     ids = [_id(cursor + t, cursor + i, cursor + j) for t, i, j in _raster(grid)]
-    return ids, cursor + max(grid.frames, grid.height, grid.width)
+    return ids, cursor + max(grid.frames, grid.height, grid.width + int(grid.row_separator))
 
 
 def _mrope_canvas(grid: Grid, cursor: int) -> Grown:
@@ -338,7 +338,7 @@ CASES = (
     ),
     Case(Grid2D(axes=3, first=1), "grid-2d", {"axes": 3, "first": 1}, text=False, resumable=False),
     Case("mrope", "mrope", {}),
-    Case("mrope-qwen3", "mrope-qwen3", {}, frames=False),
+    Case("mrope-qwen3", "mrope-qwen3", {}, frames=False, separators=True),
     Case("mrope-transformers", "mrope-transformers", {}),
     Case(MRopeTransformers(tokens_per_second=3), "mrope-transformers", {"tokens_per_second": 3}),
     Case("mrope-qwen2.5", "mrope-qwen2.5", {}),

@@ -139,6 +139,15 @@ def test_xd_rope_numbers_images_and_has_a_column_for_row_separators() -> None:
     assert positions.next_positions.tolist() == [13, 8]
 
 
+def test_mrope_qwen3_counts_row_separators_as_one_more_column() -> None:
+    """The example in the docstring of Hy4's get_rope_index: two frames of 2×2 patches, rows of three tokens."""
+    frame = Grid(2, 2, row_separator=True)
+    positions = placed([frame, frame, Text(1)], "mrope-qwen3")
+    rows, columns = [0, 0, 0, 1, 1, 1, 3, 3, 3, 4, 4, 4, 6], [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    assert positions.dense().tolist() == [[0] * 6 + [3] * 6 + [6], rows, columns]
+    assert positions.next_positions.tolist() == [7]
+
+
 def test_xd_rope_counting_over_the_batch_continues_after_the_number_of_the_last_image() -> None:
     """The last of four one-token documents has ids 0, 0, 0, 3, so its next position is 4."""
     segments = SegmentTable.from_documents([[Grid(1, 1)]] * 4)

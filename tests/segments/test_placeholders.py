@@ -258,6 +258,28 @@ def test_conflicting_placeholder_ids_are_refused(fields: dict[str, Any], message
     assert str(caught.value) == f"Placeholders.{message}"
 
 
+# Rows that end with an extra placeholder.
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("around", [[], [VIDEO]])
+def test_frames_whose_rows_end_with_an_extra_placeholder_share_the_run_of_their_video(around: list[int]) -> None:
+    """The first video has two frames of 1×2 patches, the second three frames of 1×1, each with one token more a row."""
+    ids = [1, *around, *[VIDEO] * 6, *around, 2, *around, *[VIDEO] * 6, *around]
+    kinds = Placeholders(IMAGE, VIDEO, rows=(IMAGE, IMAGE))
+    grids = [[2, 1, 2], [3, 1, 1]]
+    segments = SegmentTable.from_input_ids(ids, kinds, video_grid_thw=grids, frames_apart=True)
+    first, second = Grid(1, 2, row_separator=True), Grid(1, 1, row_separator=True)
+    text = len(around)
+    want: list[Segment] = [Text(1 + text), first, first, Text(1 + 2 * text), second, second, second]
+    assert fields(segments) == fields(SegmentTable.from_documents([want + [Text(1)] * text]))
+    with pytest.raises(InvalidInputError) as raised:
+        SegmentTable.from_input_ids(ids[:-1], kinds, video_grid_thw=grids, frames_apart=True)
+    got = f"a run of {5 + 2 * text} placeholders at document 0, token {8 + 2 * text}"
+    want_text = "want 6 or 8 for 3x1x1 after merging, whose rows end in an extra placeholder"
+    assert str(raised.value) == f"video_grid_thw[1]: got {got}, {want_text}"
+
+
 # Audio, clips, thumbnails and tiles.
 
 

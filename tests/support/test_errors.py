@@ -458,7 +458,7 @@ def test_schemes_declare_whether_they_support_frames_and_separators() -> None:
     flat = {*TIES, "rows", "naive-2d", "mrope-qwen3", "mrope-canvas", "xd-rope", "flux", "flux2", "flux3"}
     flat |= {"qwen-image-2.1", "longcat-image", "ovis-image", "ideogram4", "hunyuan-image", "bagel"}
     assert {name for name, scheme in SCHEMES.items() if not scheme().frames} == flat
-    separated = {*TIES, "flatten", "naive-2d", "xd-rope"}
+    separated = {*TIES, "flatten", "naive-2d", "mrope-qwen3", "xd-rope"}
     assert {name for name, scheme in SCHEMES.items() if scheme().row_separators} == separated
 
 

@@ -21,7 +21,7 @@ APPLY = "apply_rotary_pos_emb"
 """Name of the function that the attention of every Llama-like model calls to rotate q and k."""
 
 _MASKS_IGNORE_POSITIONS = ("afmoe", "granitemoehybrid")
-"""Model types that build their masks without ``position_ids`` in Transformers 5.23."""
+"""Model types that build their masks without ``position_ids`` in Transformers 5.24."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,7 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES, DELTA, FIRST_SEGMENT, HEIGHT, NEXT_POSITION, OFFSET, WIDTH
 from mmpos.rotary.hf_config import Fields
+from mmpos.rotary.hf_models import TRANSFORMERS
 from mmpos.rotary.memory import is_plain
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeTransformers, TMRope, TMRopeQwen3, XDRope
@@ -72,11 +73,13 @@ class RopeIndex:
         spatial_merge_size: side, in patches, of the square merged into one token.
         temporal_merge_size: number of video frames merged into one.
         frames_apart: whether each frame of a video is a separate grid.
+        row_separator: whether each row of an image or frame ends with an extra token of the same type (Hy4).
     """
 
     spatial_merge_size: int
     temporal_merge_size: int = 1
     frames_apart: bool = False
+    row_separator: bool = False
 
     def __call__(
         self,
@@ -126,7 +129,7 @@ class RopeIndex:
         compute = _compute if is_plain(*tensors) else _OPERATOR
         ids: Ids = compute(
             input_ids, mm_token_type_ids, image_grid_thw, video_grid_thw, attention_mask, intervals,
-            self.spatial_merge_size, self.temporal_merge_size, self.frames_apart,
+            self.spatial_merge_size, self.temporal_merge_size, self.frames_apart, self.row_separator,
         )  # fmt: skip
         return ids
 
@@ -312,8 +315,9 @@ def rope_index(config: object) -> Function:
         raise UnsupportedError(f"{got}, whose method is not replaced: call model.model.get_rope_index of Transformers")
     if known is None or not known.has_rope_index:
         types = {name for name, row in MODEL_TYPES.items() if row.has_rope_index}
-        raise UnsupportedError(f"{got}, want one of {', '.join(sorted(types.difference(_NOT_REPLACED)))}")
-    if known.row_separator:
+        want = f"want one of {', '.join(sorted(types.difference(_NOT_REPLACED)))}, as in Transformers {TRANSFORMERS}"
+        raise UnsupportedError(f"{got}, {want}; a scheme of your own in mmpos.place computes any other ids")
+    if known.scheme == XDRope.name:
         settings = from_hf_config(config)
         return XDRopeIndex(settings.spatial_merge_size, settings.scheme.axes)
     language = thinker(fields)
@@ -324,7 +328,9 @@ def rope_index(config: object) -> Function:
         return _omni(language, vision, known)
     names = {"spatial_merge_size": True, "temporal_merge_size": known.merges_frames, "tokens_per_second": known.timed}
     sizes = {name: vision.integer(name, needed=True, minimum=1) for name, used in names.items() if used}
-    return (TimedRopeIndex if known.timed else RopeIndex)(**sizes, frames_apart=known.frames_apart)
+    return (TimedRopeIndex if known.timed else RopeIndex)(
+        **sizes, frames_apart=known.frames_apart, row_separator=known.row_separator
+    )
 
 
 def _omni(language: Fields, vision: Fields, known: ModelType) -> OmniRopeIndex:
@@ -399,12 +405,14 @@ def _compute(
     spatial_merge_size: int,
     temporal_merge_size: int,
     frames_apart: bool,
+    row_separator: bool,
 ) -> Ids:
     mask = attention_mask if attention_mask is None or attention_mask.is_cpu else attention_mask.bool()
     types, mask, images, videos, intervals = on_host(mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals)
     merging = Merging(temporal_merge_size, spatial_merge_size, frames_apart, lenient=True, types=True)
     assert types is not None, "checked by the caller"
-    scanned = scan_tensors(types, _TYPES, merging, images, videos, mask)
+    padded = [_with_row_ends(grids, spatial_merge_size) if row_separator else grids for grids in (images, videos)]
+    scanned = scan_tensors(types, _TYPES, merging, *padded, mask)
     if scanned is not None:
         segments, video_of_segment = scanned
         positions = place(segments, _MROPE) if intervals is None else _timed(segments, video_of_segment, intervals)
@@ -413,12 +421,23 @@ def _compute(
     tokens = TokenTypes.of(types, None if mask is None else mask.bool())
     merge = np.array([1, spatial_merge_size, spatial_merge_size])
     segments = tokens.segments(
-        tokens.used("image_grid_thw", images, IMAGE, merge),
-        tokens.used("video_grid_thw", videos, VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart),
+        tokens.used("image_grid_thw", images, IMAGE, merge, separators=int(row_separator)),
+        tokens.used(
+            "video_grid_thw", videos, VIDEO, merge * [temporal_merge_size, 1, 1], frames_apart, int(row_separator)
+        ),
         frames_apart=frames_apart,
     )
     positions = place(segments, _MROPE if intervals is None else _with_times(segments, tokens, intervals))
     return ids_and_deltas(positions, input_ids, tokens)
+
+
+def _with_row_ends(grid_thw: Tensor | None, merge: int) -> Tensor | None:
+    """Widen grids before merging by one merged column; the C pass declines grids of another shape or without width."""
+    if grid_thw is None or grid_thw.dtype != torch.int64 or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+        return grid_thw
+    widened, width = grid_thw.clone(), grid_thw[:, 2] // merge
+    widened[:, 2] = torch.where(width > 0, (width + 1) * merge, 0)
+    return widened
 
 
 def _compute_xd(

@@ -138,14 +138,20 @@ class TokenTypes:
         return cls(types, _has_videos(types, most), real.ravel(), np.append(0, lengths.cumsum()))
 
     def used(
-        self, name: str, grid_thw: Tensor | None, kind: int, merge: IntArray, frames_apart: bool = False
+        self,
+        name: str,
+        grid_thw: Tensor | None,
+        kind: int,
+        merge: IntArray,
+        frames_apart: bool = False,
+        separators: int = 0,
     ) -> IntArray | None:
-        """Merge the grids of one kind, and drop trailing grids without tokens.
+        """Merge the grids of one kind, add ``separators`` columns to them, and drop trailing grids without tokens.
 
         With ``frames_apart``, a video becomes one grid per frame, and no grid if it has 0 frames.
         """
         room = int(np.count_nonzero(self.types == kind))
-        grids = merge_grids(name, grid_thw, merge, room, frames_apart)
+        grids = merge_grids(name, grid_thw, merge, room, frames_apart, separators)
         if grids is None or not frames_apart:
             return grids
         if grids.prod(axis=1, dtype=np.float64).sum() <= room:
@@ -231,9 +237,16 @@ def on_device(numbers: npt.NDArray[Any], input_ids: Tensor, axes: int) -> Ids:
 
 
 def merge_grids(
-    name: str, grid_thw: Tensor | None, merge: IntArray, room: int | None = None, frames_apart: bool = False
+    name: str,
+    grid_thw: Tensor | None,
+    merge: IntArray,
+    room: int | None = None,
+    frames_apart: bool = False,
+    separators: int = 0,
 ) -> IntArray | None:
     """Divide (grids, sizes) patch counts by ``merge`` (sizes,); a size whose ``merge`` is 0 becomes 1.
+
+    The last size, the width, then grows by ``separators``.
 
     If ``room``, the number of tokens, is set, drop trailing grids without tokens, whatever their sizes.
     With ``frames_apart``, allow grids of 0 frames.
@@ -242,6 +255,7 @@ def merge_grids(
         return None
     patches = int_array(name, grid_thw.numpy(), (None, merge.size))
     grids = np.where(merge > 0, patches // np.maximum(merge, 1), 1)
+    grids[:, -1] += separators
     if room is not None:
         grids = _first_grids(room, grids)
     too_small = (patches[: len(grids)] < merge).any(axis=1)

@@ -14,7 +14,7 @@ from mmpos.integrations.models.model_types import MODEL_TYPES, TEXT_TYPES, UNSUP
 from mmpos.integrations.models.settings import MERGES, ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
-from mmpos.rotary.hf_models import ENCODERS, OTHER_TYPES
+from mmpos.rotary.hf_models import ENCODERS, OTHER_TYPES, TRANSFORMERS
 from mmpos.schemes import (
     Grid2D,
     MRopeQwen25,
@@ -48,13 +48,12 @@ def from_hf_config(
             config class without arguments in Transformers.
         engine: implementation whose video ids are used where implementations differ (Qwen2-VL, Qwen2.5-VL,
             ERNIE-4.5-VL, PaddleOCR-VL, Qwen Omni): "transformers", or "serving" for vLLM and SGLang, in which text
-            continues after the last id of a video. For Qwen Omni, see ``TMRope`` and ``TMRopeQwen3``. For HunYuan-VL,
-            the engine also determines the rotation and whether images are numbered across the batch.
+            continues after the last id of a video. For Qwen Omni, see ``TMRope`` and ``TMRopeQwen3``.
         layer_type: layer type, for configs with one rotation per layer type (Gemma 3).
 
     Raises:
-        UnsupportedError: the model type is unknown (the message suggests the most similar type), or no scheme computes
-            its positions.
+        UnsupportedError: the model type is unknown (the message suggests the most similar type and says what to do), or
+            no scheme computes its positions.
         InvalidInputError: a field of the config is missing or contradicts another, or a file in the folder is missing
             or not JSON; the message names the field or file.
     """
@@ -65,7 +64,7 @@ def from_hf_config(
     vision = fields.part("vision_config")
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
         raise fields.missing_part("vision_config", "the encoder")
-    rotary, second = _rotary(fields, known, engine, layer_type)
+    rotary, second = _rotary(fields, known, layer_type)
     _check_actions(whole, fields, rotary)
     scheme = _scheme(fields, known, engine, vision, rotary.axes)
     settings: dict[str, Any] = {"spatial_merge_size": fields.integer("spatial_merge_size", minimum=1) or 1}
@@ -113,8 +112,9 @@ def _model_type(fields: Fields) -> ModelType:
         raise UnsupportedError(f"config.model_type: got {model!r}, which is not supported: {UNSUPPORTED_TYPES[model]}")
     if model not in MODEL_TYPES:
         raise UnsupportedError(
-            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a supported type, see "
-            "docs/models-names.md"
+            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a model type of Transformers "
+            f"{TRANSFORMERS} that docs/models-names.md lists; for any other model, write its rule as a scheme "
+            "(docs/schemes.md) and pass the scheme to mmpos.place"
         )
     return MODEL_TYPES[model]
 
@@ -136,7 +136,7 @@ def _scheme(
         return MRopeTransformers(rate) if engine == "transformers" else MRopeQwen25(rate)
     scheme = get_scheme(known.scheme if engine == "transformers" else known.serving or known.scheme)
     if isinstance(scheme, XDRope):
-        return XDRope(axes, "batch" if engine == "transformers" else "document")
+        return XDRope(axes, "batch")
     return RopeTieV2(rounding="floor") if isinstance(scheme, RopeTieV2) else scheme
 
 
@@ -181,7 +181,7 @@ def audio_chunk(fields: Fields) -> int:
     return 2 * (window or 50)
 
 
-def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | None) -> tuple[Rotary, Rotary | None]:
+def _rotary(fields: Fields, known: ModelType, layer_type: str | None) -> tuple[Rotary, Rotary | None]:
     """Read the rotation of the language model and, if it differs, the rotation of the second channels of pairs."""
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
@@ -198,22 +198,16 @@ def _rotary(fields: Fields, known: ModelType, engine: str, layer_type: str | Non
     if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 ignores scaling and uses another name for head_dim
         head_dim = fields.integer("attention_head_dim", needed=True, minimum=2)
         overrides |= {"head_dim": head_dim, "rotary_dim": head_dim, "pairing": "half", "scaling": None}
-    arguments = hf_arguments(fields, layer_type=layer_type, overrides=overrides, released=isinstance(scheme, XDRope))
-    if not isinstance(scheme, XDRope):
+    by_channel = isinstance(scheme, XDRope)
+    arguments = hf_arguments(fields, layer_type=layer_type, overrides=overrides, by_channel=by_channel)
+    if not by_channel:
         return Rotary(**{"axes": scheme.axes, **arguments}), None
     section = arguments.get("mrope_section", "none")
     if section == "none" or len(section) < 3:
         want = "the pairs of at least three axes"
         raise InvalidInputError(f"{text.name}.rope_parameters.mrope_section: got {section}, want {want}")
     rotary = Rotary(**arguments)
-    return (rotary, None) if engine == "serving" else _channel_rotaries(rotary)
-
-
-def _channel_rotaries(rotary: Rotary) -> tuple[Rotary, Rotary]:
-    """Return Transformers' HunYuan-VL rotations of the first and the second channels of pairs.
-
-    Transformers doubles the section sizes and applies them to channels instead of pairs.
-    """
+    # Transformers doubles the section sizes of HunYuan-VL and applies them to channels instead of pairs.
     axes = rotary.pair_axis.repeat(2).tolist()
     common: dict[str, Any] = {"axes": rotary.axes, "mrope_section": None}
     first, second = axes[: rotary.num_pairs], axes[rotary.num_pairs :]

@@ -42,8 +42,7 @@ class ModelType:
             encoder is Pixtral's; such images have no markers around them.
         opening: config field with the id of the token before an image, if an extra placeholder follows this token and
             each row ends with a separate token.
-        row_separator: whether each row of an image ends with an extra placeholder, and each image begins and ends with
-            one.
+        row_separator: whether each row of an image or frame ends with an extra placeholder.
         generates: whether the model generates images; the grids of generated images follow the grids in the prompt.
         start: id of the first token in a document.
         crop_markers: config fields with the ids of CropMarkers, if each image is split into a thumbnail and tiles; the
@@ -122,6 +121,12 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         "cohere_compass": _frames_apart("the rotation depends on the type of layer: pass layer_type"),
         "cosmos3_edge": _frames_apart(f"{_TIMES}; the encoder has no rotation"),
         "cosmos3_omni": _frames_apart(f"{_TIMES}; the encoder of Qwen3-VL", text=_names("qwen3_vl_text")),
+        "hy_v4_vl": ModelType(
+            "mrope-qwen3",
+            "a part of each head is rotated; rows end in an extra placeholder, and there is no text between frames",
+            frames_apart=True,
+            row_separator=True,
+        ),
         "qwen2_5_omni qwen2_5_omni_thinker": _QWEN25_OMNI,
         "qwen3_omni_moe qwen3_omni_moe_thinker": _QWEN3_OMNI,
         "glm4v glm4v_moe": _GLM,
@@ -174,7 +179,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
             llava_next_video llava_onevision ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm unlimited_ocr
             video_llava vipllava
         """: _flat(),
-        "emu3 fuyu molmo2": _flat("rows end in a separate token: call segments without grids"),
+        "apertus1p5 emu3 fuyu molmo2": _flat("rows end in a separate token: call segments without grids"),
         "gemma3 shieldgemma2 diffusion_gemma embedding_gemma2 gemma3n gemma4 gemma4_unified": _flat(
             _SLIDING, markers=_GEMMA
         ),
@@ -201,7 +206,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         "idefics mllama": _flat("images are read through cross-attention and have no ids"),
         """
             phi4_multimodal audioflamingo3 fun_asr_nano glmasr granite_speech granite_speech_plus kyutai_speech_to_text
-            moss_transcribe_diarize musicflamingo qwen2_audio qwen3_asr vibevoice vibevoice_asr voxtral
+            moss_transcribe_diarize musicflamingo omniasr qwen2_audio qwen3_asr vibevoice vibevoice_asr voxtral
         """: _flat("audio is counted as text"),
         "voxtral_realtime": _flat("audio is counted as text", "voxtral_realtime_text"),
         "gemma3_text lfm3": _flat(_SLIDING),
@@ -218,7 +223,7 @@ UNSUPPORTED_TYPES: Mapping[str, str] = by_name(
         "blip florence2 git pp_formulanet": "the positions are a learned table, not a rotation",
         "kosmos-2 kosmos-2.5": "the positions are sinusoids added to the input, not a rotation",
         "pix2struct udop": "the positions are T5's distance buckets, not a rotation",
-        "inkling2 inkling_mm_model": "the positions are learned biases of distances, not a rotation",
+        "inkling2 inkling2_loop inkling_mm_model": "the positions are learned biases of distances, not a rotation",
         "glm5_next nemo_speechlm nemotron_h_omni": "its language model has no positions",
         "t5gemma2": f"encoder and decoder have separate sequences: {_PASS_ONE}",
         "vision-encoder-decoder": "images are not in the sequence of the text: pass the config of its decoder",

@@ -223,7 +223,7 @@ class ModelSettings:
         if self.row_markers is not None and image is not None:
             return Markers(None, None, image, *self.row_markers)
         for applies, tokens in (
-            (self.placeholders.framed, "placeholders without a patch before, between and after their rows"),
+            (self.placeholders.framed, "rows that end in a placeholder without a patch"),
             (self.opening_token_id is not None, "a placeholder without a patch before their rows"),
             (self.placeholders.crops is not None, "a thumbnail and tiles, each with separate markers"),
         ):

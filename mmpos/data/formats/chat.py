@@ -14,6 +14,7 @@ from mmpos.data.formats.templates import ChatTemplate, Template, check_template,
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.segments.kinds import Audio, Clip, Grid, fraction
 from mmpos.sequence.video import Video
+from mmpos.support.checks import counted
 
 __all__ = ["Chat", "FineVision", "LLaVA"]
 
@@ -81,10 +82,10 @@ class _Conversation(RecordFormat):
             places = [part for part in parts if isinstance(part, _Placeholder) and part.kind == kind]
             if len(places) != len(entries):
                 want = f"{len(places)}, one for each <{kind}> and each {kind} part without data"
-                raise column.error(want, got=f"{len(entries)} items")
+                raise column.error(want, got=counted(len(entries), "item"))
             for i, place in enumerate(places):
                 if place.index is not None and place.index.value not in (None, i):
-                    raise place.index.error(f"{i}, the number of {column.name} before it")
+                    raise place.index.error(f"{i}, the number of items of {column.name} before it")
             beside[kind] = iter(entries)
         filled = [
             (

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from mmpos.data.examples import BrokenImage, Piece
 from mmpos.data.formats.fields import Field, RecordFormat
-from mmpos.data.formats.images import Images
+from mmpos.data.formats.images import Images, describe
 
 __all__ = ["MMC4", "Obelics", "TarDocuments"]
 
@@ -83,7 +83,7 @@ class TarDocuments(Obelics):
             name = name.removeprefix(f"{sample}.")
         member = record[name.lower()]
         if member.value is None:
-            return BrokenImage(image.error(f"a member of the sample: {', '.join(map(str, record.value))}"))
+            return BrokenImage(image.error(f"a member of the sample, one of {describe(list(record.value))}"))
         return member.image(self.images)
 
 

@@ -615,7 +615,7 @@ UNREAD = "want Chat(media=…), which reads video and audio, or a video as a lis
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("messages",), [], "messages: got [], want at least one turn"),
+        (("messages",), [], "messages: got none, want at least one turn"),
         (("messages", 0, "role"), "bot", f"messages[0].role: got 'bot', {ROLES}"),
         (("messages", 3, "content"), None, "messages[3].content: got nothing, want text or a list of parts"),
         ((*PARTS, 0, "text"), None, "messages[1].content[0].text: got nothing, want text"),
@@ -648,7 +648,7 @@ LLAVA_RECORD = {
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("conversations",), [], "conversations: got [], want at least one turn"),
+        (("conversations",), [], "conversations: got none, want at least one turn"),
         (("conversations", 0, "from"), "user", "conversations[0].from: got 'user', want one of human, gpt, system"),
         (("conversations", 1, "value"), "<image>", f"image: got 1 item, want 2, {EACH}"),
         (("image",), None, f"images: got 0 items, want 1, {EACH}"),
@@ -708,6 +708,7 @@ def test_the_nth_placeholder_stands_for_the_nth_entry() -> None:
     ]  # fmt: skip
 
 
+WHO = {"type": "text", "text": "Who?"}
 TRL = [{"type": "image", "text": None, "index": i} for i in range(2)]
 
 
@@ -716,7 +717,7 @@ TRL = [{"type": "image", "text": None, "index": i} for i in range(2)]
     [
         (Chat(), talk("What?", images=[PNG]), [PNG, "What?"]),
         (Chat(), talk("What?", image=PNG, images=[], videos=None, audios=[None]), [PNG, "What?"]),
-        (Chat(), user_turn(*TRL, {"type": "text", "text": "Who?"}) | {"images": [PNG, struct(CAT)]}, [PNG, CAT, "Who?"]),
+        (Chat(), user_turn(*TRL, WHO) | {"images": [PNG, struct(CAT)]}, [PNG, CAT, "Who?"]),
         (LLaVA(), {"conversations": [{"from": "human", "value": "What?"}], "images": [PNG]}, [PNG, "What?"]),
         (LLaVA(), {"conversations": [{"from": "human", "value": "A <image> B"}], "image": PNG}, ["A ", PNG, " B"]),
     ],
@@ -818,7 +819,7 @@ def test_columns_about_media_that_carry_none_are_left_out() -> None:
         (Chat(), talk("<video>", videos=[[PNG, PNG]]), "videos[0].fps: got nothing, want a finite number"),
         (Chat(images=LOCAL), talk("<image>", images=["no.jpg"]),
          f"images[0]: got the path 'no.jpg', want a file that exists inside {PHOTOS}"),
-        (FineVision(), {"images": [PNG], "texts": []}, "texts: got [], want at least one turn"),
+        (FineVision(), {"images": [PNG], "texts": []}, "images, texts: got none, want at least one turn"),
         (FineVision(), {"images": [PNG], "texts": [{"user": "a"}]}, "texts[0].assistant: got nothing, want text"),
         (TarDocuments(), {"json": {"images": ["a.jpg"], "texts": [None]}},
          "json.images[0]: got 'a.jpg', want a member of the sample, one of ['json']"),

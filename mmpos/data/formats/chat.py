@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -35,19 +35,7 @@ _Turns = list[tuple[Field, list[object]]]
 
 @dataclass(frozen=True)
 class _Conversation(RecordFormat):
-    """Base class of conversation formats.
-
-    The columns ``images`` (or ``image``), ``videos`` and ``audios`` hold the media that the placeholders ``<image>``,
-    ``<video>`` and ``<audio>`` in the texts stand for, in order.
-
-    Args:
-        template: text around the turns; None means plain text or, in a Preprocess, the tokenizer's chat template.
-        images: sources of images, including video frames; ``data:`` URLs need none.
-        media: called with a video or audio part, the mapping in the record, or ``{"type": "video", "video": …}`` for an
-            entry of a column; returns a Video, a Grid with several frames, a Clip or an Audio, since each model has its
-            own rules for sampling frames and for the number of audio tokens. None refuses such parts except lists of
-            frames with ``fps``.
-    """
+    """Base class of conversation formats, with the options that Chat describes."""
 
     refused: ClassVar[frozenset[str]] = frozenset(
         ("tool_calls", "function_call", "tools", "functions", "reasoning_content", "thinking", "system", "objects")
@@ -71,6 +59,8 @@ class _Conversation(RecordFormat):
 
     def _conversation(self, record: Field, turns: _Turns) -> list[Piece]:
         """Replace placeholders by the media in the columns of the record, and add the text of the template."""
+        if not turns:
+            raise Field(record.record, self.names, None).error("at least one turn", got="none")
         first = next((parts for role, parts in turns if role.value == "user"), None)
         beside = {}
         for kind in ("image", "video", "audio"):
@@ -87,22 +77,16 @@ class _Conversation(RecordFormat):
                 if place.index is not None and place.index.value not in (None, i):
                     raise place.index.error(f"{i}, the number of items of {column.name} before it")
             beside[kind] = iter(entries)
-        filled = [
-            (
-                role,
-                [
-                    self._entry(part.kind, next(beside[part.kind])) if isinstance(part, _Placeholder) else part
-                    for part in parts
-                ],
-            )
-            for role, parts in turns
-        ]
+        filled = [(role, [self._resolved(part, beside) for part in parts]) for role, parts in turns]
         return (self.template or ChatTemplate()).pieces(filled)
 
-    def _entry(self, kind: str, entry: Field) -> object:
-        if kind == "image":
+    def _resolved(self, part: object, beside: Mapping[str, Iterator[Field]]) -> object:
+        if not isinstance(part, _Placeholder):
+            return part
+        entry = next(beside[part.kind])
+        if part.kind == "image":
             return entry.image(self.images)
-        return self._video_or_audio(replace(entry, value={"type": kind, kind: entry.value}), kind)
+        return self._video_or_audio(replace(entry, value={"type": part.kind, part.kind: entry.value}), part.kind)
 
     def _video_or_audio(self, part: Field, kind: str) -> object:
         if kind == "video" and part["video"].is_list:
@@ -138,14 +122,6 @@ def _column(record: Field, kind: str) -> Field:
 def _split(text: Field, want: str = "text") -> list[object]:
     """Split a text at its placeholders."""
     return [_Placeholder(part) if i % 2 else part for i, part in enumerate(_PLACEHOLDER.split(text.text(want))) if part]
-
-
-def _listed(turns: Field) -> list[Field]:
-    """Return the turns of a conversation, which must have at least one."""
-    items = turns.items()
-    if not items:
-        raise turns.error("at least one turn")
-    return items
 
 
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
@@ -191,15 +167,16 @@ class Chat(_Conversation):
     Args:
         template: text around the turns; None means plain text or, in a Preprocess, the tokenizer's chat template.
         images: sources of images, including video frames; ``data:`` URLs need none.
-        media: called with a video or audio part, the mapping in the record; returns a Video, a Grid with several
-            frames, a Clip or an Audio, since each model has its own rules for sampling frames and for the number of
-            audio tokens. None refuses such parts except lists of frames.
+        media: called with a video or audio part, the mapping in the record, or with ``{"type": "video", "video": …}``
+            for an entry of ``videos``; returns a Video, a Grid with several frames, a Clip or an Audio, since each
+            model has its own rules for sampling frames and for the number of audio tokens. None refuses such parts
+            except lists of frames.
     """
 
     names: ClassVar[str] = "messages"
 
     def _pieces(self, record: Field) -> list[Piece]:
-        messages = _listed(record["messages"])
+        messages = record["messages"].items()
         return self._conversation(record, [(message["role"], self._parts(message["content"])) for message in messages])
 
     def _parts(self, content: Field) -> list[object]:
@@ -273,7 +250,7 @@ class LLaVA(_Conversation):
     names: ClassVar[str] = "conversations"
 
     def _pieces(self, record: Field) -> list[Piece]:
-        turns = _listed(record["conversations"])
+        turns = record["conversations"].items()
         return self._conversation(record, [(_role(turn["from"]), _split(turn["value"])) for turn in turns])
 
 
@@ -307,8 +284,5 @@ class FineVision(_Conversation):
     all_first: ClassVar[bool] = True
 
     def _pieces(self, record: Field) -> list[Piece]:
-        turns = _listed(record["texts"])
-        roles = ("user", "assistant")
-        return self._conversation(
-            record, [(replace(turn, value=role), _split(turn[role])) for turn in turns for role in roles]
-        )
+        turns = [(turn, role) for turn in record["texts"].items() for role in ("user", "assistant")]
+        return self._conversation(record, [(replace(turn, value=role), _split(turn[role])) for turn, role in turns])

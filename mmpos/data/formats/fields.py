@@ -223,7 +223,9 @@ def check_option(name: str, value: object, kind: type) -> None:
 
 
 def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.kind in "OSU")
+    return isinstance(value, list | tuple) or (
+        isinstance(value, np.ndarray) and value.ndim > 0 and value.dtype.kind in "OSU"
+    )
 
 
 def _is_empty(value: Any, depth: int = 3) -> bool:
@@ -236,10 +238,8 @@ def _is_media(name: object, value: Any, placed: bool) -> bool:
     """Return whether a column carries media: by its name, or since it holds images or structs of bytes and path."""
     if match := _MEDIA.fullmatch(str(name)):
         return not isinstance(value, int | float) and not (placed and match["origin"])
-    return any(
-        is_of("PIL.Image", "Image", item) or (isinstance(item, Mapping) and item.keys() == {"bytes", "path"})
-        for item in (value if _is_list(value) else [value])
-    )
+    item = next((item for item in value if item is not None), None) if _is_list(value) else value
+    return is_of("PIL.Image", "Image", item) or (isinstance(item, Mapping) and item.keys() == {"bytes", "path"})
 
 
 def _integer(value: object) -> int | None:

@@ -749,7 +749,7 @@ def test_a_json_in_a_tar_names_the_images_of_its_sample(names: tuple[str, str], 
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 PLACED = {"obelics": ("images",), "hf": ("image",), **dict.fromkeys(TALKS, ("image", "images"))}
-WITHOUT = {
+WITHOUT: dict[str, dict[str, Any]] = {
     "obelics": {"images": [None], "texts": ["a"]}, "mmc4": {"text_list": ["a"], "image_info": []},
     "chat": talk("a"), "llava": {"conversations": [{"from": "human", "value": "a"}]},
     "finevision": {"texts": [{"user": "a", "assistant": "b"}]}, "hf": {"image": None, "text": "a"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import tarfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from qwen_processors import SIZE, config_of, processor_of
 from tiny_models import AUTOS, quiet
 
 import mmpos
-from mmpos.data import Chat, FineVision, Images, ModelCollator, Preprocess, TarDocuments, shards
+from mmpos.data import Chat, FineVision, Images, ModelCollator, Preprocess, RecordError, TarDocuments, shards
 from mmpos.data.readers import Reader
 
 A, B, C = (
@@ -86,6 +85,7 @@ def test_records_of_published_kinds_train_as_with_the_processor(tmp_path: Path) 
         Preprocess(kind, builder)(record, here)
         for kind, reader in zip(formats, write_files(tmp_path), strict=True)
         for here, record in reader.records()
+        if not isinstance(record, RecordError)
     ]
     documents = plain_documents(theirs)
     for example, document in zip(examples, documents, strict=True):

@@ -153,8 +153,8 @@ class Chat(_Conversation):
 
     Media may also stand beside the messages, as in ms-swift, LLaMA-Factory and TRL: in the columns ``images`` (or
     ``image``), ``videos`` and ``audios``. The n-th ``<image>`` in the texts, or the n-th ``{"type": "image"}`` without
-    data, stands for the n-th image, and likewise for ``<video>`` and ``<audio>``; there must be as many of them as
-    entries. One image without a placeholder comes before the first user's text.
+    data, stands for the n-th image, the n-th ``<video>`` for the n-th video; numbers that differ are refused. One image
+    without a placeholder comes before the first user's text.
 
     Source: the OpenAI API reference, "Create chat completion" and "Create a model response"; the Transformers
     documentation, "Multimodal chat templates".

@@ -48,7 +48,9 @@ class Field:
         """Return a field of this mapping; its value is None if the name is missing."""
         if not isinstance(self.value, Mapping):
             raise self.error("a mapping of names to values")
-        self.read.setdefault(self.name, (self.value, set()))[1].add(name)
+        if (read := self.read.get(self.name)) is None:
+            read = self.read[self.name] = (self.value, set())
+        read[1].add(name)
         return Field(self.record, f"{self.name}.{name}" if self.name else name, self.value.get(name), self.read)
 
     def whole(self) -> Any:
@@ -229,9 +231,11 @@ def _is_list(value: object) -> bool:
 
 
 def _is_empty(value: Any, depth: int = 3) -> bool:
-    if depth and (_is_list(value) or isinstance(value, Mapping)):
-        return all(_is_empty(item, depth - 1) for item in (value.values() if isinstance(value, Mapping) else value))
-    return value is None or (isinstance(value, str | bytes) and value in ("", b"", "[]", "{}"))
+    if value is None or isinstance(value, str | bytes):
+        return not value or value in ("[]", "{}")
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return depth > 0 and _is_list(value) and all(_is_empty(item, depth - 1) for item in value)
 
 
 def _is_media(name: object, value: Any, placed: bool) -> bool:

@@ -138,11 +138,11 @@ def test_every_scheme_parameter_is_a_field() -> None:
     assert {name for scheme in SCHEMES.values() for name in positions.parameters(scheme)} == known - {"name"}
 
 
-def test_a_custom_scheme_cannot_be_sent() -> None:
+def test_an_object_of_a_custom_scheme_cannot_be_sent() -> None:
     class Own(Flatten):
         """A subclass of Flatten."""
 
-    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service supports only mmpos\.SCHEMES"):
+    with pytest.raises(UnsupportedError, match=r"^scheme: got Own\(\), want one of mmpos\.SCHEMES, or the name of"):
         positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 

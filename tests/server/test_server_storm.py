@@ -24,8 +24,7 @@ PHOTO = (Path(__file__).parents[2] / "mmpos" / "photos" / "coffee.jpg").read_byt
 CONFIG = ServerConfig.model_validate(
     {
         "concurrency": {
-            "max_in_flight": 40,
-            "max_in_flight_images": 8,
+            "max_in_flight": 32,
             "max_streams": 4,
             "max_in_flight_bytes": 160_000_000,
         },

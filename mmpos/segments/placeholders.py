@@ -340,10 +340,10 @@ def _misfit(
     if fits.all():
         done = int(tokens.sum())
         run = int(runs.stops.searchsorted(done, side="right"))
-        left = (
-            f"{counted(runs.total - done, 'placeholder')} from {batch.name(runs.document[run], done + runs.shift[run])}"
-        )
-        return f"{name}: got {counted(len(np.unique(owner)), 'grid')}, want more for {left} on{hint}"
+        at = batch.name(runs.document[run], done + runs.shift[run])
+        left = f"{counted(runs.total - done, 'placeholder')} from {at} on"
+        hint = hint or _sampled(batch, int(runs.tokens[run]), separators)
+        return f"{name}: got {counted(len(np.unique(owner)), 'grid')}, want more for {left}{hint}"
     g = int(fits.argmin())
     begin = int(tokens[:g].sum())
     want = f"want {tokens[g]} for {_sides(merged[g])}"
@@ -354,8 +354,17 @@ def _misfit(
         want += ", ends of rows included"
     elif not hint and run == merged[g, 2] < tokens[g]:
         hint = "; where a token of its own ends each row, name it in placeholders.rows"
+    else:
+        hint = hint or _sampled(batch, run, separators)
     at = batch.name(document[g], first[g])
     return f"{name}[{owner[g]}]: got a run of {counted(run, 'placeholder')} at {at}, {want}{hint}"
+
+
+def _sampled(batch: PackedIds, run: int, separators: int) -> str:
+    """Return what to do about a single placeholder among token ids, which a model may have sampled."""
+    if run != 1 or separators or batch.ids.max() <= 2:  # types already
+        return ""
+    return "; if a model sampled it, pass mm_token_type_ids instead of input_ids, and Placeholders(image=1, video=2)"
 
 
 def _merge_hint(runs: PlaceholderRuns, grids: IntArray, merge: int, separators: int) -> str:

@@ -187,6 +187,9 @@ def test_the_callers_arrays_are_not_modified() -> None:
         assert array.flags.writeable
 
 
+SAMPLED = "; if a model sampled it, pass mm_token_type_ids instead of input_ids, and Placeholders(image=1, video=2)"
+
+
 def refused(input_ids: Any, *grids: Any, placeholders: Any = PATCHES, **options: Any) -> str:
     """Return the error message of a refused call."""
     with pytest.raises(InvalidInputError) as error:
@@ -207,10 +210,10 @@ def test_the_first_grid_without_matching_placeholders_is_reported() -> None:
 
 def test_a_run_ends_with_its_document() -> None:
     assert refused([1, IMAGE, IMAGE, 1], [[1, 1, 2]], cu_seqlens=[0, 2, 4]) == (
-        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging"
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging" + SAMPLED
     )
     assert refused([[1, IMAGE], [IMAGE, 1]], [[1, 1, 2]]) == (
-        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging"
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging" + SAMPLED
     )
 
 
@@ -229,16 +232,26 @@ def test_a_hint_never_hides_the_error() -> None:
     """Without merging, this grid exceeds the limit of a segment, but that error must not replace the message."""
     side = 2**16
     assert refused([IMAGE], [[1, side, side]], spatial_merge_size=2**15) == (
-        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 after merging"
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 after merging" + SAMPLED
     )
+
+
+def test_a_sampled_placeholder_is_text_if_token_types_replace_the_ids() -> None:
+    ids = np.array([1, IMAGE, IMAGE, 2, IMAGE, 3])  # the last three were sampled
+    assert refused(ids, [[1, 1, 2]]).endswith("want more for 1 placeholder from document 0, token 4 on" + SAMPLED)
+    types = np.array([0, 1, 1, 0, 0, 0])
+    segments = SegmentTable.from_input_ids(types, Placeholders(image=1, video=2), [[1, 1, 2]])
+    assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(3)]]))
+    types[4] = 1
+    assert refused(types, [[1, 1, 2]], placeholders=Placeholders(image=1, video=2)).endswith("token 4 on")
 
 
 def test_missing_and_surplus_grids_are_refused() -> None:
     assert refused([1, IMAGE, 2, IMAGE], [[1, 1, 1]]) == (
-        "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on"
+        "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on" + SAMPLED
     )
     assert refused([1, IMAGE]) == (
-        "image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on"
+        "image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on" + SAMPLED
     )
     assert refused([1, IMAGE], [[1, 1, 1]] * 2) == (
         "image_grid_thw[1]: got no placeholders left, want 1 for 1x1x1 after merging; a surplus grid?"

@@ -148,7 +148,8 @@ def positions(
     name = specs.scheme if scheme is None else scheme
     segments = SegmentTable.from_documents(specs.documents)
     with connection.client(timeout, profile) as client:
-        placed = client.place(segments, None if name is None else make_scheme(name), start)
+        # The server may know more names.
+        placed = client.place(segments, make_scheme(name) if name and set(name) & set(",:(") else name, start)
     if json:
         typer.echo(report.to_json_text(specs.documents, placed, placed.scheme if name is None else name))
     else:

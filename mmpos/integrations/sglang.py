@@ -11,7 +11,7 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.request_ids import request_ids
 from mmpos.positions.table import PositionTable
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import IntArray, host_array, int_array, integer
+from mmpos.support.checks import IntArray, host_array, int_array, integer, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_siz
         UnsupportedError: an item has no grid, for example audio.
     """
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
-    spans = [_item_spans(i, item, merge) for i, item in enumerate(mm_items)]
+    spans = [_item_spans(i, item, merge) for i, item in enumerate(listed("mm_items", mm_items, "items"))]
     rows = np.concatenate([np.zeros((0, 5), np.int64), *spans])
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     grids = rows[:, 2:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from mmpos.integrations.request_ids import request_ids
 from mmpos.positions.place import place
 from mmpos.schemes import Scheme, get_scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import boolean, host_array, int_array, integer
+from mmpos.support.checks import boolean, host_array, int_array, integer, listed
 from mmpos.support.ragged import true_runs
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def request_segments(
     separators = int(boolean("row_separator", row_separator))
     items = [
         _item(f"mm_features[{i}]", feature, merge)
-        for i, feature in enumerate(mm_features)
+        for i, feature in enumerate(listed("mm_features", mm_features, "features"))
         if getattr(feature, "modality", None) != AS_TEXT
     ]
     items.sort(key=lambda item: item.offset)
@@ -96,6 +96,8 @@ def check_apart(mm_placeholders: Mapping[str, Sequence[Span]], scheme: str | Sch
     Raises:
         InvalidInputError: a span begins where another ends; the message contains the token index.
     """
+    if not isinstance(mm_placeholders, Mapping):
+        raise InvalidInputError(f"mm_placeholders: got {mm_placeholders!r}, want the spans of each modality")
     if not get_scheme(scheme).strict:
         return
     spans = sorted((span.offset, span.offset + span.length) for items in mm_placeholders.values() for span in items)
@@ -127,12 +129,16 @@ def _item(name: str, feature: Feature, merge: int) -> _Item:
         raise InvalidInputError(f"{name}: got {got}, want the fields of a MultiModalFeatureSpec ({error})") from None
     if modality not in GRIDS:
         raise UnsupportedError(f"{name}.modality: got {modality!r}, want one of {', '.join(map(repr, GRIDS))}")
-    if data is None or GRIDS[modality] not in data:
-        got = "None (vLLM sends no item twice)" if data is None else str(sorted(data))
+    if not isinstance(data, Mapping) or GRIDS[modality] not in data:
+        got = (
+            "None (vLLM sends no item twice)"
+            if data is None
+            else str(sorted(data) if isinstance(data, Mapping) else data)
+        )
         raise InvalidInputError(f"{name}.data: got {got}, want an item with {GRIDS[modality]}")
     offset = integer(f"{name}.mm_position.offset", offset, minimum=0)
     length = integer(f"{name}.mm_position.length", length, minimum=0)
-    grid = int_array(f"{name}.data.{GRIDS[modality]}", data[GRIDS[modality]].data, (3,)).tolist()
+    grid = int_array(f"{name}.data.{GRIDS[modality]}", getattr(data[GRIDS[modality]], "data", None), (3,)).tolist()
     frames, height, width = grid
     if min(grid) < 1 or height % merge or width % merge:
         want = f"frames >= 1, and height and width that are multiples of spatial_merge_size {merge}"
@@ -211,6 +217,8 @@ def mrope_input_positions(
         UnsupportedError: ids may be fractions, the scheme has no next position or more than three axes, or it cannot
             place a segment.
     """
+    if not isinstance(input_tokens, Sized):
+        raise InvalidInputError(f"input_tokens: got {input_tokens!r}, want the tokens of the prompt")
     segments = request_segments(
         len(input_tokens), mm_features, spatial_merge_size=spatial_merge_size, row_separator=row_separator
     )

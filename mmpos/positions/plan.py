@@ -97,10 +97,13 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         strict: whether grids must not touch.
     """
     core, plan = native.core, plan_of(scheme)
+    if core is None:
+        native.warn_slow()
+        return None
     timed = scheme.timed and segments.seconds_per_frame is not None
     if timed and scheme.fractional:  # even the denominator of a single frame depends on its time
         return None
-    if core is None or plan is None or type(start) not in ((int, np.ndarray) if scheme.resumable else (int,)):
+    if plan is None or type(start) not in ((int, np.ndarray) if scheme.resumable else (int,)):
         return None
     for _ in range(2):
         placed = core.place(

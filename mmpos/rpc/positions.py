@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from fractions import Fraction
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -77,21 +76,22 @@ T = TypeVar("T")
 
 
 def parameters(scheme: type[Scheme]) -> list[str]:
-    """List the names of a scheme's parameters, which are also fields of its message."""
-    return [field.name for field in fields(scheme) if field.init]  # type: ignore[arg-type]
+    """List the names of a scheme's parameters; those of mmpos's own schemes are also fields of its message."""
+    return [field.name for field in fields(scheme) if field.init] if is_dataclass(scheme) else []
 
 
 def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
     """Fill a message with a scheme.
 
     Raises:
-        UnsupportedError: the scheme is the caller's own class, which no server knows.
+        UnsupportedError: the scheme is an object of the caller's own class, which servers know only by name.
     """
     if isinstance(scheme, str):
         message.name = scheme
         return
     if SCHEMES.get(getattr(scheme, "name", "")) is not type(scheme):
-        raise UnsupportedError(f"scheme: got {type(scheme).__name__}, but a service supports only mmpos.SCHEMES")
+        want = "want one of mmpos.SCHEMES, or the name of a scheme that the server's settings list"
+        raise UnsupportedError(f"scheme: got {type(scheme).__name__}(), {want}")
     message.name = scheme.name
     for name, value in changed_parameters(scheme).items():
         if name in RATIONAL_PARAMETERS:
@@ -100,18 +100,17 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
             setattr(message, name, value)
 
 
-def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
-    """Read the scheme from a message.
+def get_scheme(name: str, message: scheme_pb2.Scheme, schemes: Mapping[str, type[Scheme]] = SCHEMES) -> Scheme:
+    """Read the scheme, one of ``schemes``, from a message.
 
     Raises:
         InvalidInputError: the name is unknown, or a parameter is wrong or belongs to another scheme.
         UnsupportedError: no scheme can represent the layout.
     """
-    if message.name not in SCHEMES:
-        return named_scheme(message.name)  # raises an error for an unknown name
-    scheme = SCHEMES[message.name]
+    default = named_scheme(message.name, schemes)
     if message.ByteSize() == len(message.name) + 2:  # only the name
-        return _default(scheme)
+        return default
+    scheme = type(default)
     values: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name != "name"}
     for parameter in sorted(values.keys() - set(parameters(scheme))):
         raise InvalidInputError(f"{path(name, parameter)}: scheme {message.name!r} has no such parameter")
@@ -119,12 +118,6 @@ def get_scheme(name: str, message: scheme_pb2.Scheme) -> Scheme:
         rate = get_rational(path(name, parameter), values[parameter])
         values[parameter] = rate if rate.denominator > 1 else int(rate)
     return scheme(**values)
-
-
-@lru_cache(maxsize=64)
-def _default(scheme: type[Scheme]) -> Scheme:
-    """Return a scheme without parameters, shared by all requests."""
-    return scheme()
 
 
 _LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments", "extra_tokens")
@@ -387,7 +380,12 @@ def put_query(
         put_integers(message.dense.axes, query.dense.axes or ())
 
 
-def get_query(name: str, message: pb.PositionsQuery, beside: Beside | None = None) -> PositionsQuery:
+def get_query(
+    name: str,
+    message: pb.PositionsQuery,
+    beside: Beside | None = None,
+    schemes: Mapping[str, type[Scheme]] = SCHEMES,
+) -> PositionsQuery:
     """Read the query from a message; fields left to a profile are None; see ``get_tensor`` for beside.
 
     Raises:
@@ -402,7 +400,7 @@ def get_query(name: str, message: pb.PositionsQuery, beside: Beside | None = Non
         source = _get_spans(message.spans) if kind == "spans" else get_segments("", message.segments)
     return PositionsQuery(
         source=source,
-        scheme=get_scheme(path(name, "scheme"), message.scheme) if message.HasField("scheme") else None,
+        scheme=get_scheme(path(name, "scheme"), message.scheme, schemes) if message.HasField("scheme") else None,
         start=_one_or_each(name, message, "start", 0),
         strict=optional(message, "strict"),
         views=[_get_view(path(name, f"views[{i}]"), view) for i, view in enumerate(message.views)],

@@ -157,17 +157,17 @@ SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
 """All schemes by name; each accepts grids of any height and width."""
 
 
-def get_scheme(scheme: str | Scheme) -> Scheme:
-    """Return the scheme with this name and default parameters; return a Scheme object unchanged."""
-    if isinstance(scheme, str) and scheme in SCHEMES:
-        return _default(scheme)
+def get_scheme(scheme: str | Scheme, schemes: Mapping[str, type[Scheme]] = SCHEMES) -> Scheme:
+    """Return the scheme of this name among ``schemes``, with default parameters; return a Scheme object unchanged."""
+    if isinstance(scheme, str) and scheme in schemes:
+        return _default(schemes[scheme])
     if isinstance(scheme, str) and scheme in NOT_AFFINE:
         raise UnsupportedError(f"scheme: got {scheme!r}, which is not supported: {NOT_AFFINE[scheme]}")
     if not isinstance(scheme, Scheme):
-        raise InvalidInputError(f"scheme: got {scheme!r}, want a Scheme or one of {', '.join(SCHEMES)}")
+        raise InvalidInputError(f"scheme: got {scheme!r}, want a Scheme or one of {', '.join(schemes)}")
     return scheme
 
 
 @cache
-def _default(name: str) -> Scheme:
-    return SCHEMES[name]()
+def _default(scheme: type[Scheme]) -> Scheme:
+    return scheme()

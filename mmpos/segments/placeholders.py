@@ -261,7 +261,7 @@ def _match(
     else:
         fits, first, document = runs.fit(tokens)
         if not fits.all() or tokens.sum() != runs.total:
-            raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge, separators))
+            raise InvalidInputError(_misfit(batch, runs, name, grids, owner, merge, placeholders))
     zeros = 0 * owner
     video = owner if kind == "video" else zeros - 1
     spans = FoundSpans(first, document, merged, video, (zeros + GRID).astype(np.uint8), zeros)
@@ -334,9 +334,16 @@ def _check_row_ends(
 
 
 def _misfit(
-    batch: PackedIds, runs: PlaceholderRuns, name: str, grids: IntArray, owner: IntArray, merge: int, separators: int
+    batch: PackedIds,
+    runs: PlaceholderRuns,
+    name: str,
+    grids: IntArray,
+    owner: IntArray,
+    merge: int,
+    placeholders: Placeholders,
 ) -> str:
     """Return the error for the first grid that does not fit its run, or for placeholders without a grid."""
+    separators = int(placeholders.rows is not None)
     merged = grids // np.array([1, merge, merge])
     tokens = span_tokens(name, merged, separators)
     fits, first, document = runs.fit(tokens)
@@ -344,10 +351,10 @@ def _misfit(
     if fits.all():
         done = int(tokens.sum())
         run = int(runs.stops.searchsorted(done, side="right"))
-        left = (
-            f"{counted(runs.total - done, 'placeholder')} from {batch.name(runs.document[run], done + runs.shift[run])}"
-        )
-        return f"{name}: got {counted(len(np.unique(owner)), 'grid')}, want more for {left} on{hint}"
+        at = batch.name(runs.document[run], done + runs.shift[run])
+        left = f"{counted(runs.total - done, 'placeholder')} from {at} on"
+        hint = hint or _sampled(batch, int(runs.tokens[run]), placeholders)
+        return f"{name}: got {counted(len(np.unique(owner)), 'grid')}, want more for {left}{hint}"
     g = int(fits.argmin())
     begin = int(tokens[:g].sum())
     want = f"want {tokens[g]} for {_sides(merged[g])}"
@@ -358,8 +365,18 @@ def _misfit(
         want += ", ends of rows included"
     elif not hint and run == merged[g, 2] < tokens[g]:
         hint = "; where a token of its own ends each row, name it in placeholders.rows"
+    else:
+        hint = hint or _sampled(batch, run, placeholders)
     at = batch.name(document[g], first[g])
     return f"{name}[{owner[g]}]: got a run of {counted(run, 'placeholder')} at {at}, {want}{hint}"
+
+
+def _sampled(batch: PackedIds, run: int, placeholders: Placeholders) -> str:
+    """Return what to do about a single placeholder among token ids, which a model may have sampled."""
+    others = placeholders.rows, placeholders.audio, placeholders.crops  # types do not tell them apart
+    if run != 1 or any(other is not None for other in others) or batch.ids.max() <= 2:
+        return ""
+    return "; if a model sampled it, pass mm_token_type_ids instead of input_ids, and Placeholders(image=1, video=2)"
 
 
 def _merge_hint(runs: PlaceholderRuns, grids: IntArray, merge: int, separators: int) -> str:

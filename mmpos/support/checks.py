@@ -175,15 +175,23 @@ def even(name: str, value: object, *, maximum: int | None = None) -> int:
     return number
 
 
+def listed(name: str, values: object, what: str = "numbers") -> list[Any]:
+    """Check that a value is a sequence, and return its items as a list."""
+    try:
+        return list(values)  # type: ignore[call-overload]  # its TypeError is the check
+    except TypeError:
+        raise InvalidInputError(f"{name}: got {values!r}, want a sequence of {what}") from None
+
+
 def integers(name: str, values: object, *, minimum: int = 0, maximum: int | None = None) -> tuple[int, ...]:
     """Check that a value is a sequence of integers >= 0, or >= ``minimum``."""
-    every = enumerate(_listed(name, values))
+    every = enumerate(listed(name, values))
     return tuple(integer(f"{name}[{i}]", value, minimum=minimum, maximum=maximum) for i, value in every)
 
 
 def numbers(name: str, values: object, minimum: float) -> tuple[float, ...]:
     """Check that a value is a sequence of finite numbers."""
-    return tuple(finite(f"{name}[{i}]", value, minimum=minimum) for i, value in enumerate(_listed(name, values)))
+    return tuple(finite(f"{name}[{i}]", value, minimum=minimum) for i, value in enumerate(listed(name, values)))
 
 
 def one_of(name: str, value: T, options: Collection[object]) -> T:
@@ -224,10 +232,3 @@ def shown(values: IntArray) -> str:
 def _kind(value: object) -> str:
     device = getattr(value, "device", None)
     return type(value).__name__ + (f" on {device}" if device is not None else "")
-
-
-def _listed(name: str, values: object) -> list[object]:
-    try:
-        return list(values)  # type: ignore[call-overload]  # its TypeError is the check
-    except TypeError:
-        raise InvalidInputError(f"{name}: got {values!r}, want a sequence of numbers") from None

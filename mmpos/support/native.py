@@ -7,14 +7,17 @@ description says "array", any object with a buffer is accepted.
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from mmpos.support.checks import IntArray
+from mmpos.support.extras import DISTRIBUTION
 
-__all__ = ["INT64", "core", "int64"]
+__all__ = ["INT64", "core", "int64", "warn_slow"]
 
 INT64 = np.dtype(np.int64)
 """int64 as a dtype object, with which numpy creates arrays in two thirds of the time that the scalar class takes."""
@@ -30,3 +33,15 @@ try:
     core = import_module("mmpos._native")
 except ImportError:
     core = None
+
+
+@cache
+def warn_slow() -> None:
+    """Warn once, at the caller of ``place``, that ``core`` is None."""
+    build = f"pip install --force-reinstall --no-deps --no-cache-dir {DISTRIBUTION} (in a clone: pip install -e .)"
+    warnings.warn(
+        "the C extension of mmpos was not built, so calls take 8 to 240 times as long, with the same results; "
+        f"install a C compiler, then build the extension: {build}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -161,7 +161,7 @@ class Admission:
         self.watches = Gate("max_watches", WATCHES, 0.5)
         # Even health checks need slots: a client may send half a check, and a thread then waits for the rest.
         self.checks = Gate("max_checks", CHECKS, 0.5)
-        images = Gate("max_in_flight_images", concurrency.max_in_flight_images, share)
+        images = Gate("max_in_flight_images", max(1, concurrency.max_in_flight // 4), share)
         self.pools: dict[PoolName, WorkPool] = {
             "place": WorkPool("place", _PLACE_THREADS, Gate("max_in_flight_large", concurrency.max_in_flight, share)),
             "image": WorkPool("image", concurrency.image_threads or cores(), images),

@@ -6,7 +6,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from importlib import resources
+from functools import partial
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -18,7 +19,7 @@ from mmpos.images import ImageProcessor
 from mmpos.integrations.models import ModelSettings, from_hf_config
 from mmpos.rotary import Rotary
 from mmpos.rpc.positions import parameters
-from mmpos.schemes import RATIONAL_PARAMETERS, Scheme, get_scheme
+from mmpos.schemes import NOT_AFFINE, RATIONAL_PARAMETERS, SCHEMES, Scheme, get_scheme
 from mmpos.sequence.builder import Markers, SequenceBuilder
 from mmpos.sequence.tokenizers import ByteTokenizer
 from mmpos.support.extras import needed_for
@@ -59,8 +60,7 @@ class Concurrency(_Settings):
     """Limits for concurrent work, including waiting calls; further calls are refused at once, but stream items wait.
 
     Args:
-        max_in_flight: maximum number of calls of any kind.
-        max_in_flight_images: maximum number of calls that decode images.
+        max_in_flight: maximum number of calls of any kind; a quarter of them may decode images.
         image_threads: number of threads that decode images; 0 starts one per core.
         max_in_flight_bytes: maximum total bytes of requests and of unread answers.
         max_streams: maximum number of open streams.
@@ -68,7 +68,6 @@ class Concurrency(_Settings):
     """
 
     max_in_flight: int = Field(default=256, ge=1, le=65_536)
-    max_in_flight_images: int = Field(default=64, ge=1)
     image_threads: int = Field(default=0, ge=0, le=1024)
     max_in_flight_bytes: int = Field(default=1024 * _MIB, ge=1024)
     max_streams: int = Field(default=128, ge=1, le=65_536)
@@ -79,8 +78,7 @@ class ClientLimits(_Settings):
     """Limits for one client; each process counts separately.
 
     Args:
-        max_share: largest share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams, but at
-            least one call.
+        max_share: largest share of max_in_flight, max_in_flight_bytes and max_streams, but at least one call.
     """
 
     max_share: float = Field(default=0.5, gt=0, le=1)
@@ -109,11 +107,16 @@ class ProfileSettings(_Settings):
 
 
 class ServerConfig(_Settings):
-    """Settings of a server, except its addresses; the first profile is the default."""
+    """Settings of a server, except its addresses; the first profile is the default.
+
+    Args:
+        schemes: classes of schemes of your own, as "module:Class", which clients may then name.
+    """
 
     limits: Limits = Limits()
     concurrency: Concurrency = Concurrency()
     clients: ClientLimits = ClientLimits()
+    schemes: list[str] = Field(default_factory=list)
     profiles: dict[str, ProfileSettings]
     _path: Path | None = PrivateAttr(default=None)
 
@@ -245,10 +248,11 @@ class Profiles:
 
     Args:
         profiles: at least one; the first is the default.
+        schemes: the schemes that clients may name.
     """
 
-    def __init__(self, profiles: Iterable[Profile]) -> None:
-        self._profiles = {profile.name: profile for profile in profiles}
+    def __init__(self, profiles: Iterable[Profile], schemes: Mapping[str, type[Scheme]] = SCHEMES) -> None:
+        self._profiles, self.schemes = {profile.name: profile for profile in profiles}, schemes
         if not self._profiles:
             raise InvalidInputError("profiles: got none, want at least one")
         self.default = next(iter(self))
@@ -261,7 +265,8 @@ class Profiles:
             InvalidInputError: a setting is wrong; the message names the file and the field.
             ImportError: a profile needs a package that is not installed; the message names the pip command.
         """
-        return cls(_profile(name, settings, config) for name, settings in config.profiles.items())
+        schemes = _schemes(config)
+        return cls((_profile(name, settings, config, schemes) for name, settings in config.profiles.items()), schemes)
 
     def __iter__(self) -> Iterator[Profile]:
         return iter(self._profiles.values())
@@ -279,7 +284,36 @@ class Profiles:
         return self._profiles[name]
 
 
-def _profile(name: str, settings: ProfileSettings, config: ServerConfig) -> Profile:
+def _schemes(config: ServerConfig) -> dict[str, type[Scheme]]:
+    """Return the schemes of mmpos and those of the settings, by name."""
+    schemes = dict(SCHEMES)
+    for i, path in enumerate(config.schemes):
+        where = f"{config.name}: schemes[{i}]"
+        scheme = _named(where, partial(_imported, path))
+        if scheme.name in schemes or scheme.name in NOT_AFFINE:
+            raise InvalidInputError(f"{where}: got {path!r}, but the name {scheme.name!r} is already taken")
+        schemes[scheme.name] = type(scheme)
+    return schemes
+
+
+def _imported(path: str) -> Scheme:
+    """Import the class of a scheme, and return the scheme with its default parameters."""
+    module, _, attribute = path.partition(":")
+    problem = "which is not the class of a Scheme with a name and axes"
+    try:
+        kind = getattr(import_module(module), attribute)
+        scheme = kind() if isinstance(kind, type) else None
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        scheme, problem = None, f"{type(error).__name__}: {error}"
+    named = isinstance(getattr(scheme, "name", None), str) and isinstance(getattr(scheme, "axes", None), int)
+    if isinstance(scheme, Scheme) and named:
+        return scheme
+    raise InvalidInputError(f'got {path!r} ({problem}), want "module:Class" of a Scheme that Python can import')
+
+
+def _profile(
+    name: str, settings: ProfileSettings, config: ServerConfig, schemes: Mapping[str, type[Scheme]]
+) -> Profile:
     where, chosen = f"{config.name}: profiles.{name}", settings.model_fields_set
     model, file = None, settings.tokenizer
     if settings.model is not None:
@@ -290,7 +324,7 @@ def _profile(name: str, settings: ProfileSettings, config: ServerConfig) -> Prof
     images = _named(f"{where}.images", lambda: _images(settings.images, model))
     scheme = _named(
         f"{where}.scheme",
-        lambda: _scheme(settings.scheme) if model is None or "scheme" in chosen else model.scheme,
+        lambda: _scheme(settings.scheme, schemes) if model is None or "scheme" in chosen else model.scheme,
     )
     markers = _named(
         f"{where}.markers",
@@ -367,10 +401,10 @@ def _check_names(kind: type, settings: Mapping[str, Any]) -> None:
         raise InvalidInputError(f"{name}: got an unknown field, want one of {', '.join(known)}")
 
 
-def _scheme(setting: str | Mapping[str, Any]) -> Scheme:
+def _scheme(setting: str | Mapping[str, Any], schemes: Mapping[str, type[Scheme]]) -> Scheme:
     if isinstance(setting, str):
         setting = {"name": setting}
-    scheme = type(get_scheme(setting.get("name", "")))
+    scheme = type(get_scheme(setting.get("name", ""), schemes))
     arguments = {key: value for key, value in setting.items() if key != "name"}
     for key in arguments.keys() - set(parameters(scheme)):
         raise InvalidInputError(f"{key}: scheme {scheme.name!r} has no such parameter")

@@ -78,7 +78,9 @@ class PlainQueries:
 
     def _settings(self, query: pb.PositionsQuery) -> _Settings | None:
         profile = self._profiles.get(query.profile if query.HasField("profile") else None)
-        named = get_scheme("", query.scheme) if query.HasField("scheme") else profile.builder.scheme
+        named = (
+            get_scheme("", query.scheme, self._profiles.schemes) if query.HasField("scheme") else profile.builder.scheme
+        )
         scheme = named_scheme(named)
         plan = plan_of(scheme) if scheme.resumable and scheme.audio else None
         return None if plan is None else (plan, scheme.strict, scheme.fractional, scheme.label.encode())

@@ -74,7 +74,8 @@ class PositionService:
         with call.stage("read"):
             check_message(message, self._limits)
             profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            return _complete(get_query("query", message, call.beside), profile, named=message.HasField("profile"))
+            query = get_query("query", message, call.beside, self._profiles.schemes)
+            return _complete(query, profile, named=message.HasField("profile"))
 
     def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
         """Return the position table of a query and its number of images; check the limits before each step."""

@@ -100,7 +100,7 @@ class SequenceService:
         builder = self._profiles.get(message.profile if message.HasField("profile") else None).builder
         changes: dict[str, Any] = {"start": message.start} if message.start else {}
         if message.HasField("scheme"):
-            changes["scheme"] = get_scheme("query.scheme", message.scheme)
+            changes["scheme"] = get_scheme("query.scheme", message.scheme, self._profiles.schemes)
         return replace(builder, **changes) if changes else builder
 
     def _read(self, message: pb.SequencesQuery, builder: SequenceBuilder, call: Call) -> list[_Document]:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmpos.rpc.positions import parameters, put_placeholders
-from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
-from mmpos.schemes import SCHEMES, Scheme
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2
+from mmpos.schemes import Scheme
 from mmpos.support.info import version
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.limits import MAX_VIEWS
@@ -33,7 +33,7 @@ def methods(profiles: Profiles, limits: Limits) -> list[Method]:
 
     def get_info(message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
         answer.version, answer.device = version(), device()
-        for scheme in SCHEMES.values():
+        for scheme in profiles.schemes.values():
             _put_scheme(answer.schemes.add(), scheme)
         for name, value in limits.model_dump().items():
             setattr(answer.limits, name, value)
@@ -73,7 +73,8 @@ def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:
     default = scheme()
     message.name, message.axes, message.fractional = default.name, default.axes, default.fractional
     message.resumable = default.resumable
-    message.parameters.extend(parameters(scheme))
+    fields = scheme_pb2.Scheme.DESCRIPTOR.fields_by_name  # a scheme of the user's own may have other parameters
+    message.parameters.extend(name for name in parameters(scheme) if name in fields)
 
 
 def _put_profile(message: info_pb2.ProfileInfo, profile: Profile) -> None:

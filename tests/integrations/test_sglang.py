@@ -75,6 +75,7 @@ REFUSED: dict[str, Any] = {
     "positions: got 4 axes, want at most 3": lambda: mrope_positions(FOUR),
     "positions: got padding, want none": lambda: mrope_positions(PLACED.pad(20)),
     "mm_items[0]: got neither image_grid_thw nor video_grid_thw": lambda: item_segments(20, [item((0, 3))]),
+    "mm_items: got None, want a sequence of items": lambda: item_segments(20, None),  # type: ignore[arg-type]
     "mm_items[0].offsets: got 0 pairs, want 1": lambda: item_segments(20, [item(image_grid_thw=[1, 2, 2])]),
     "mm_items[1].offsets: got 1 pairs, want 2, one per grid": lambda: item_segments(20, TWICE),
     "offsets: got 4 placeholders from 0 to 3, want 6 for 1x2x3 after merging": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,8 @@ NO_BOOL = SimpleNamespace(
     **vars(image(0, 1, 2)) | {"mm_position": SimpleNamespace(offset=0, length=2, is_embed=[1, 1])}
 )
 HALF: Any = 2.5
+NOTHING: Any = None
+RAW = {"image_grid_thw": [1, 2, 2]}  # not in a MultiModalFieldElem
 FIRST = "mm_features[0]"
 REFUSED: list[tuple[str, list[Any]]] = [
     ("mm_features[1].mm_position.length: got 5, want 6 for 1x2x3 after merging",
@@ -142,12 +145,23 @@ REFUSED: list[tuple[str, list[Any]]] = [
     (f"{FIRST}: got int, want the fields of a MultiModalFeatureSpec", [3]),
     (f"{FIRST}.modality: got 'audio', want one of 'image', 'video'", [feature("audio", 0, 2)]),
     ("documents[0][2]: got a grid right after a grid", [image(1, 1, 2), image(3, 1, 2)]),
+    (f"{FIRST}.data: got 3, want an item with image_grid_thw", [SimpleNamespace(**vars(NO_GRID) | {"data": 3})]),
+    (f"{FIRST}.data.image_grid_thw: got dtype object", [SimpleNamespace(**vars(NO_GRID) | {"data": RAW})]),
+    ("mm_features: got None, want a sequence of features", NOTHING),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "features"), REFUSED, ids=range(len(REFUSED)))
 def test_invalid_features_are_refused(message: str, features: list[Any]) -> None:
     assert_refused(message, lambda: ids(20, features), MmposError)
+
+
+def test_a_prompt_without_tokens_or_spans_is_refused() -> None:
+    # as for prompts that were sent as embeddings
+    ask = partial(mrope_input_positions, NOTHING, [], scheme="mrope", spatial_merge_size=2)
+    assert_refused("input_tokens: got None, want the tokens of the prompt", ask, InvalidInputError)
+    ask_apart = partial(check_apart, NOTHING, "rope-tie")
+    assert_refused("mm_placeholders: got None, want the spans of each modality", ask_apart, InvalidInputError)
 
 
 TIMED = mmpos.schemes.MRopeQwen25(2)

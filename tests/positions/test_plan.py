@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,6 +16,7 @@ from layouts_by_hand import LAYOUTS
 from oracle import CASES, batches
 
 from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
+from mmpos.__main__ import main
 from mmpos.positions import plan
 from mmpos.positions.plan import forget_plans, place_by_plan
 from mmpos.schemes import (
@@ -232,3 +234,23 @@ def test_a_refused_shape_does_not_prevent_others_from_being_planned() -> None:
     with pytest.raises(MmposError, match="want ids within int32"):
         place(SegmentTable.from_documents([far, [Grid(4, 4)]]), scheme)
     assert by_plan(SegmentTable.from_documents([[Grid(2, 3), Text(1), Grid(4, 4)]]), scheme) is not None
+
+
+def test_without_the_extension_the_first_placed_batch_warns_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native, "core", None)
+    segments = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
+    native.warn_slow.cache_clear()
+    with pytest.warns(RuntimeWarning) as warned:
+        assert [place(segments, scheme).scheme for scheme in ("mrope", "flatten")] == ["mrope", "flatten"]
+    [warning] = warned
+    assert warning.filename == __file__
+    said = str(warning.message)
+    assert said.startswith("the C extension of mmpos was not built, so calls take 8 to 240 times as long")
+    assert "multimodal-positions (in a clone: pip install -e .)" in said
+    native.warn_slow.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["positions", "3,2x3", "2"]) == 0
+    assert capsys.readouterr().err == f"mmpos: warning: {said}\n"

@@ -189,7 +189,7 @@ def test_a_custom_scheme_cannot_be_sent() -> None:
     class Own(Flatten):
         """A subclass of Flatten."""
 
-    with pytest.raises(UnsupportedError, match=r"scheme: got Own, but a service supports only mmpos\.SCHEMES"):
+    with pytest.raises(UnsupportedError, match=r"^scheme: got Own\(\), want one of mmpos\.SCHEMES, or the name of"):
         positions.put_scheme(scheme_pb2.Scheme(), Own())
 
 

@@ -54,6 +54,7 @@ def test_the_callers_arrays_are_not_modified() -> None:
 
 
 AFTER = "after merging"
+SAMPLED = "; if a model sampled it, pass mm_token_type_ids instead of input_ids, and Placeholders(image=1, video=2)"
 ROWS, INCLUDED = Placeholders(IMAGE, rows=(5, 6)), f"{AFTER}, ends of rows included"
 FRAMED = Placeholders(IMAGE, rows=(IMAGE, IMAGE))
 IN_FRAMES = [1, *[IMAGE] * 4, 2, *[IMAGE] * 3]
@@ -72,10 +73,10 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     f"video_grid_thw[0]: got a run of 3 placeholders at document 0, token 1, want 4 for 2x1x2 {AFTER}": (
         [1, *[VIDEO] * 3], None, {"video_grid_thw": [[2, 2, 4]], "spatial_merge_size": 2},
     ),
-    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 {AFTER}": (
+    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 {AFTER}{SAMPLED}": (
         [1, IMAGE, IMAGE, 1], [[1, 1, 2]], {"cu_seqlens": [0, 2, 4]},
     ),
-    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 3 for 1x1x3 {AFTER}": (
+    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 3 for 1x1x3 {AFTER}{SAMPLED}": (
         [[IMAGE, 1], [IMAGE, IMAGE]], [[1, 1, 3]], {},
     ),
     f"image_grid_thw[0]: got a run of 4 placeholders at document 0, token 1, want 16 for 1x4x4 {AFTER}"
@@ -83,13 +84,13 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "image_grid_thw: got 1 grid, want more for 12 placeholders from document 0, token 4 on"
     " (fits with spatial_merge_size=1)": ([*[IMAGE] * 16, 1], [[1, 4, 4]], {"spatial_merge_size": 2}),
     # Without merging, this grid exceeds the limit of a segment, but that error must not replace the message.
-    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 {AFTER}": (
+    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 {AFTER}{SAMPLED}": (
         [IMAGE], [[1, SIDE, SIDE]], {"spatial_merge_size": 2**15},
     ),
-    "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on": (
+    f"image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on{SAMPLED}": (
         [1, IMAGE, 2, IMAGE], [[1, 1, 1]], {},
     ),
-    "image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on": ([1, IMAGE], None, {}),
+    f"image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on{SAMPLED}": ([1, IMAGE], None, {}),
     "video_grid_thw: got 0 grids, want more for 2 placeholders from document 0, token 4 on": (
         [3, -200, -200, -7, -1, -1, 3], [[1, 1, 2]], {"placeholders": Placeholders(-200, -1)},
     ),
@@ -207,6 +208,19 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "input_ids: got shape (0,), want at least one token in each document": ([], None, {}),
     "input_ids: got shape (2, 0), want at least one token in each document": (np.zeros((2, 0), int), None, {}),
 }  # fmt: skip
+
+
+def test_a_sampled_placeholder_is_text_if_token_types_replace_the_ids() -> None:
+    ids = np.array([1, IMAGE, IMAGE, 2, IMAGE, 3])  # the last three were sampled
+    with pytest.raises(InvalidInputError) as error:
+        SegmentTable.from_input_ids(ids, PATCHES, [[1, 1, 2]])
+    assert str(error.value).endswith("want more for 1 placeholder from document 0, token 4 on" + SAMPLED)
+    types = np.array([0, 1, 1, 0, 0, 0])
+    segments = SegmentTable.from_input_ids(types, Placeholders(image=1, video=2), [[1, 1, 2]])
+    assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(3)]]))
+    types[4] = 1
+    with pytest.raises(InvalidInputError, match=r"token 4 on$"):
+        SegmentTable.from_input_ids(types, Placeholders(image=1, video=2), [[1, 1, 2]])
 
 
 @pytest.mark.usefixtures("way")

@@ -283,9 +283,7 @@ def test_an_answer_holds_bytes_until_it_is_read_or_times_out(transit: Transit, c
 
 @pytest.fixture
 def admission() -> Iterator[Admission]:
-    admission = Admission(
-        Concurrency(max_in_flight=8, max_in_flight_images=2, image_threads=1), ClientLimits(max_share=1)
-    )
+    admission = Admission(Concurrency(max_in_flight=8, image_threads=1), ClientLimits(max_share=1))
     yield admission
     admission.close()
 

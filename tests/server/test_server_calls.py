@@ -112,7 +112,7 @@ def test_a_message_beyond_the_transport_limit_is_not_an_overload(serve: Serve) -
     ("limits", "pool", "message"),
     [
         ({"max_in_flight": 1}, "", "max_in_flight: got 1 of 1 in use"),
-        ({"max_in_flight_images": 1}, "image", "max_in_flight_images: got 1 of 1 in use"),
+        ({"max_in_flight": 4}, "image", "max_in_flight_images: got 1 of 1 in use"),
         ({"max_in_flight_bytes": 1024}, "", "max_in_flight_bytes: got 8 of 1024 in use"),
     ],
 )

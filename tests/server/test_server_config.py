@@ -121,7 +121,7 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
             "limits.token: got an unknown field, want one of request_bytes, message_bytes, response_bytes, "
             "documents, segments, tokens, images, pixels",
         ),
-        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, clients, profiles"),
+        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, clients, schemes, profiles"),
         ("[profiles.a]\nimages = 1\n", "profiles.a.images: got 1, want a table"),
         (
             "[profiles.a]\nimage = {}\n",

@@ -243,7 +243,8 @@ def _grids(
     separator = None if separators is None else separators[grid]
     time = None if seconds is None else seconds[:, grid]
     owner = document[grid]
-    grids = Grids(extents, start[owner], owner, separator, time, text_tokens=text[owner])
+    number = grid - segments.segment_offsets[owner]
+    grids = Grids(extents, start[owner], owner, separator, time, text_tokens=text[owner], segment=number)
     kind = segments.kind[grid]
     if kind.max(initial=GRID) == GRID:
         return grids

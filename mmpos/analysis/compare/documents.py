@@ -38,13 +38,13 @@ VIDEOS = tuple(
         (
             Grid(h, w, frames=f, seconds_per_frame=seconds)
             for f, h, w in product(range(2, 5), range(1, 5), range(1, 5))
-            for seconds in (None, Fraction(1, 4), Fraction(3, 2), Fraction(1, 30))
+            for seconds in (Fraction(1), Fraction(1, 4), Fraction(3, 2), Fraction(1, 30))
         ),
         key=_smallest_first,
     )
 )
-"""Every video of 2 to 4 frames of up to 4×4 patches: without times, at 4 and at 30 frames per second, and at 1.5
-seconds per frame."""
+"""Every video of 2 to 4 frames of up to 4×4 patches: at 1, 4 and 30 frames per second, and at 1.5 seconds per
+frame."""
 
 
 def grids(scheme: Scheme) -> tuple[Grid, ...]:

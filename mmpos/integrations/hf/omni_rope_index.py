@@ -138,6 +138,9 @@ class _OmniTimes(TMRope):
     def frame_ids(self, grid: IntArray, frame: IntArray, step: IntArray, per: IntArray) -> IntArray:
         return np.asarray(self.times[self.first_frames[grid] + frame])
 
+    def _steps(self, grids: Grids) -> tuple[IntArray, IntArray]:
+        return np.zeros_like(grids.frames), np.ones_like(grids.frames)
+
 
 def _compute(
     input_ids: Tensor,

@@ -94,8 +94,8 @@ class Grids:
             i = int(missing.argmax())
             name = f"grids[{i}]" if self.segment is None else f"documents[{self.document[i]}][{self.segment[i]}]"
             raise InvalidInputError(
-                f"{name}: got {counted(int(self.frames[i]), 'frame')} without a time, want seconds_per_frame for a "
-                "scheme that counts seconds: 1/fps, in Grid or Clip, or for each video in from_spans or from_input_ids"
+                f"{name}: got {counted(int(self.frames[i]), 'frame')} without a time, want seconds_per_frame of the "
+                "grid or video, such as 1/fps, because ids of this scheme depend on it"
             )
         return np.where(known[0] > 0, known, 1)
 

@@ -145,9 +145,7 @@ class MRopeQwen25(TimedMRope):
         return np.maximum(grids.extents[1:].max(axis=0), self.last_ids(grids) + 1)
 
 
-def frame_steps(
-    scheme: Scheme, grids: Grids, rate: int | Fraction, needed_from: int = 2
-) -> tuple[IntArray, IntArray]:
+def frame_steps(scheme: Scheme, grids: Grids, rate: int | Fraction, needed_from: int = 2) -> tuple[IntArray, IntArray]:
     """Return the ids between two frames, seconds · rate, as numerators and denominators in lowest terms, (grids,) each.
 
     Raises:

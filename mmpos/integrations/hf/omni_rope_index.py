@@ -27,7 +27,7 @@ from mmpos.integrations.hf.token_types import (
 from mmpos.integrations.models.settings import audio_tokens
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
-from mmpos.schemes import TMRope
+from mmpos.schemes import Grids, TMRope
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable

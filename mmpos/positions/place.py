@@ -242,9 +242,9 @@ def _grids(
     separators, seconds, extra = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
     separator = None if separators is None else separators[grid]
     time = None if seconds is None else seconds[:, grid]
-    owner = document[grid]
-    grids = Grids(extents, start[owner], owner, separator, time, text_tokens=text[owner])
-    kind = segments.kind[grid]
+    owner, kind = document[grid], segments.kind[grid]
+    number = grid - segments.segment_offsets[owner]
+    grids = Grids(extents, start[owner], owner, separator, time, text_tokens=text[owner], segment=number)
     if kind.max(initial=GRID) == GRID:
         return grids
     extra = np.zeros(grid.size, np.int64) if extra is None else extra[grid]

@@ -140,7 +140,7 @@ CLIPS: list[SegmentTable | Spans | InputIds] = [
         [[Text(1), Audio(3), Clip(2, 1, frames=3, audio=20, seconds_per_frame=Fraction(2, 3))]]
     ),
     Spans([12], [1], [[2, 1, 1]], seconds_per_frame=[1], kind=[CLIP], extra_tokens=[3]),
-    InputIds([1, 1, 7, 9, 9, 7, 1, 1], Placeholders(image=5, video=7, audio=9), None, [[2, 1, 1]]),
+    InputIds([1, 1, 7, 9, 9, 7, 1, 1], Placeholders(5, 7, 9), None, [[2, 1, 1]], seconds_per_frame=[1]),
     InputIds([9, 9, 1, 5], Placeholders(image=5, audio=9), [[1, 1, 1]], audio_lengths=[2]),
 ]
 TILES: list[SegmentTable | Spans | InputIds] = [
@@ -215,7 +215,7 @@ WRONG = [
     PositionsQuery(SEGMENTS, "v2pe", dense=Dense("int32")),
     PositionsQuery(SEGMENTS, dense=Dense(axes=(2,))),
     PositionsQuery(SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]])),
-    PositionsQuery(SegmentTable.from_documents([[Grid(2, 2, frames=2)]])),
+    *(PositionsQuery(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), name) for name in ("rope-tie", "ltx")),
     PositionsQuery(SEGMENTS, start=2**31 - 5),
     PositionsQuery(SEGMENTS, start=2**31),
     PositionsQuery(SEGMENTS, start=0.5),
@@ -364,9 +364,9 @@ def test_errors_name_the_first_of_two_broken_parts(ask: Both) -> None:
 
 ROWED: list[list[Any]] = [["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]]
 PIXTRAL: list[list[Any]] = [["x", Grid(2, 3), Grid(1, 1)], [PHOTO, *ROWED[1]]]
-TIMES = [Fraction(1001, 1000), Fraction(1), Fraction(1)]
+TIMES = [Fraction(1001, 1000), None, Fraction(1)]
 SPOKEN = ["a", Clip(1, 2, frames=3, audio=60, seconds_per_frame=TIMES[0]), Audio(3), Grid(1, 2)]
-SPOKEN += [Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2)]
+SPOKEN += [Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2, seconds_per_frame=1)]
 BUILDS: list[tuple[str | None, str | None, list[Any]]] = [
     *((None, None, parts) for parts in (*PARTS, *WRONG_PARTS)),
     (None, "mrope", ["a", Grid(1, 2, frames=2), "b", Grid(2, 1, frames=3, seconds_per_frame=0.5)]),

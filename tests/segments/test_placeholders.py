@@ -90,7 +90,9 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     f"image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on{SAMPLED}": (
         [1, IMAGE, 2, IMAGE], [[1, 1, 1]], {},
     ),
-    f"image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on{SAMPLED}": ([1, IMAGE], None, {}),
+    f"image_grid_thw: got 0 grids, want more for 1 placeholder from document 0, token 1 on{SAMPLED}": (
+        [1, IMAGE], None, {},
+    ),
     "video_grid_thw: got 0 grids, want more for 2 placeholders from document 0, token 4 on": (
         [3, -200, -200, -7, -1, -1, 3], [[1, 1, 2]], {"placeholders": Placeholders(-200, -1)},
     ),

@@ -24,7 +24,6 @@ from waiting import eventually
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
-from mmpos_server import app
 from mmpos_server.access import TlsFiles, TokenFile
 from mmpos_server.app import Server
 from mmpos_server.config import ServerConfig, load
@@ -226,45 +225,6 @@ def test_calls_without_a_token_are_counted_separately_and_logged_together(
     assert server.metric("refused_total", method="Place", reason="unauthenticated") == 50
     assert server.metric("request_bytes_total", method="Place") == 0
     assert server.metric("in_flight") == 0
-
-
-def test_no_call_is_lost_while_tokens_rotate(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_TICK", "_REFRESH"):
-        monkeypatch.setattr(app, name, 0.02)
-    mine, old, new = tmp_path / "mine", "old-old-old-old-old", "new-new-new-new-new"
-
-    def put(path: Path, text: str) -> None:
-        (tmp_path / "next").write_text(text)
-        os.replace(tmp_path / "next", path)
-
-    put(file, f"alice {old}\n")
-    put(mine, f"{old}\n")
-    with running(listen=Listen(token_file=file)) as address, Client(address, token=mine) as client:
-        done, count, lost = threading.Event(), [0], []
-
-        def load() -> None:
-            try:
-                while not done.is_set():
-                    client.place(SEGMENTS)
-                    count[0] += 1
-            except Exception as error:
-                lost.append(error)
-
-        thread = threading.Thread(target=load)
-        thread.start()
-        put(file, f"alice {old}\nalice {new}\n")
-        assert eventually(lambda: answered(address, new))
-        assert answered(address, old)
-        put(mine, f"{new}\n")
-        before = count[0]
-        assert eventually(lambda: count[0] >= before + 2 or bool(lost))  # at most one call still carries the old token
-        put(file, f"alice {new}\n")
-        assert eventually(lambda: not answered(address, old))
-        before = count[0]
-        assert eventually(lambda: count[0] > before or bool(lost))
-        done.set()
-        thread.join()
-    assert lost == []
 
 
 def test_tokens_require_tls_or_a_loopback_host(file: Path, tmp_path: Path) -> None:

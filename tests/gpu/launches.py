@@ -191,20 +191,23 @@ ROTATE = [
 ]
 
 NORM = [
-    *launches("rotate", norm="qk", tokens=[1, FEW, SOME, MANY]),
-    *launches("rotate", norm=["q", "k"]),
-    *launches("rotate", norm="qk", dtype=[F16, F32], turning=["interleaved", "adjacent", "half of a head"]),
+    *launches("rotate", norm="qk", after=[False, True], tokens=[1, FEW, SOME, MANY]),
+    *launches("rotate", norm=["q", "k"], after=[False, True], dtype=[BF16, F32]),
+    *launches("rotate", norm="qk", after=[False, True], dtype=[F16, F32], turning=["interleaved", "adjacent", "YaRN"]),
+    *launches("rotate", norm="qk", after=[False, True], dtype=[F16, F32], turning="half of a head"),
     *launches("rotate", norm="qk", offset=1.0, dtype=[BF16, F32]),
     *launches("rotate", norm="qk", weights=F32),
     *launches("rotate", norm="qk", inplace=True, tokens=[FEW, SOME], turning=["interleaved", "four channels"]),
-    *launches("rotate", norm="qk", layer="vision", turning="axial", dtype=[BF16, F32]),
+    *launches("rotate", norm="qk", after=[False, True], layer="vision", turning="axial", inplace=[False, True]),
+    *launches("rotate", norm="qk", layer="vision", turning="axial", dtype=F32),
     *launches("rotate", norm="qk", layer="FLUX", turning="flux", tokens=[FEW, MANY], inplace=[False, True]),
     *launches("rotate", norm="qk", form="fractions"),
     *launches("rotate", norm="qk", strides=["fused", *STRIDES], inplace=True),
-    *launches("rotate", norm="qk", turning=["YaRN", "sections"], conjugate=True, dtype=F32),
-    *launches("rotate", norm="qk", layer=["heads of 6", "heads of 96"], dtype=F32),
-    *launches("rotate", norm="qk", layer="heads of 2", turning="one axis", dtype=F32),
+    *launches("rotate", norm="qk", conjugate=True, dtype=F32, turning=["YaRN", "sections"]),
     *launches("rotate", norm="qk", layout=["bshd", "bhsd"], documents=3, dtype=[BF16, F32]),
+    *launches("rotate", norm="qk", after=[False, True], dtype=F32, layer=["heads of 6", "heads of 96"]),
+    *launches("rotate", norm="qk", after=[False, True], dtype=F32, layer="heads of 2", turning="one axis"),
+    *launches("rotate", norm="qk", after=True, dtype=F32, layer="by head", turning=FOR_HEADS),
 ]
 
 BACKWARD = [
@@ -212,19 +215,16 @@ BACKWARD = [
     *launches("backward", turning=["adjacent", "half of a head"], dtype=[BF16, F32]),
     *launches("backward", layout=["bshd", "bhsd"], documents=3),
     *launches("backward", only=["q", "k"]),
-    *launches("backward", norm=["q", "k", "qk"], dtype=F32),
+    *launches("backward", norm=["q", "k", "qk"], dtype=F32, only=["", "q", "k", "weights"]),
     *launches("backward", norm="qk", tokens=[1, FEW, SOME, MANY]),
     *launches("backward", norm="qk", dtype=F32, turning=["adjacent", "half of a head", "four channels"]),
     *launches("backward", norm="qk", dtype=F32, layer="vision", turning="axial"),
-    *launches(
-        "backward", norm=["q", "k", "qk"], dtype=F32, only=["q", "k", "weights"], turning=["interleaved", "adjacent"]
-    ),
-    *launches("backward", norm="qk", dtype=F32, turning="YaRN", after=True, only=["", "q", "k", "weights"]),
-    *launches("backward", norm=["q", "k"], dtype=F32, turning="half of a head", after=True),
+    *launches("backward", norm="qk", dtype=F32, after=True, turning="YaRN", only=["", "q", "k", "weights"]),
+    *launches("backward", norm=["q", "k"], dtype=F32, after=True, turning="half of a head"),
     *launches("backward", norm="qk", dtype=F32, offset=1.0, strides="fused"),
     *launches("backward", turning="unrotated frames", dtype=F32),
-    *launches("backward", layer="by head", turning=FOR_HEADS, norm=["", "qk"], dtype=F32),
-    *launches("backward", layer="by head", turning=FOR_HEADS, norm="qk", dtype=F32, after=True),
+    *launches("backward", layer="by head", turning=FOR_HEADS, dtype=F32),
+    *launches("backward", layer="by head", turning=FOR_HEADS, norm="qk", after=[False, True], dtype=F32),
 ]
 
 STORE = [
@@ -243,11 +243,6 @@ STORE = [
     *launches("store", cache="k and v side by side", norm="qk", return_k=True, layer="72B"),
 ]
 
-DENSE = [
-    *launches("dense", tokens=[1, FEW, 256, 257, SOME, MANY], form=["table", "fractions"]),
-    *launches("dense", turning="sections"),
-]
-
 REROTATE = [
     *launches("rerotate", tokens=[1, FEW, SOME, MANY]),
     *launches("rerotate", cache=list(CACHES)),
@@ -257,23 +252,13 @@ REROTATE = [
     *launches("rerotate", layer="by head", turning=FOR_HEADS),
 ]
 
-AFTER = [
-    *launches("norm after", after=True, norm="qk", tokens=[1, FEW, SOME, MANY]),
-    *launches("norm after", after=True, norm=["q", "k"], dtype=F32),
-    *launches("norm after", after=True, norm="qk", dtype=[F16, F32], turning=["adjacent", "half of a head", "YaRN"]),
-    *launches("norm after", after=True, norm="qk", layer="vision", turning="axial", inplace=[False, True]),
-    *launches("norm after", after=True, norm="qk", layer="by head", turning=FOR_HEADS, dtype=F32),
-    *launches("norm after", after=True, norm="qk", layer=["heads of 6", "heads of 96"], dtype=F32),
-    *launches("norm after", after=True, norm="qk", layer="heads of 2", turning="one axis", dtype=F32),
-]
-
 CACHED = [
     *launches("cached", tokens=[1, FEW, SOME, MANY]),
     *launches("cached", dtype=[F16, F32], turning=["adjacent", "half of a head", "sections"]),
     *launches("cached", layer="heads of 96", dtype=F32, form=["int32", "host"]),
 ]
 
-LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *DENSE, *REROTATE, *AFTER, *CACHED]))
+LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *REROTATE, *CACHED]))
 if not GPU:
     LAUNCHES += [replace(launch, way=way) for launch in LAUNCHES if launch.norm for way in ("reference", "auto")]
 
@@ -380,6 +365,13 @@ class Scene:
             return self.normed(rotated(x.double(), self.angle, self.rotary), weight)
         return rotated(self.normed(x, weight), self.angle, self.rotary)
 
+    def error(self, got: Tensor, x: Tensor, weight: Tensor | None) -> float:
+        """Return the largest error relative to a pair or, after a norm, to the largest number of a head."""
+        if not self.launch.after:
+            return distance(got, self.normed(x, weight), self.angle, self.rotary)
+        want = self.normed_and_rotated(x, weight)
+        return float(((got - want).abs() / want.abs().amax(-1, keepdim=True)).amax())
+
     @property
     def bound(self) -> float:
         """Error bound relative to the length of a pair: arithmetic, and one rounding of each channel."""
@@ -464,17 +456,16 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def rotate(scene: Scene) -> Iterator[Check]:
-    """Rotate q and k, with or without a norm, into new tensors or in place."""
+    """Rotate q and k, with or without a norm before or after, into new tensors or in place."""
     launch, rotary = scene.launch, scene.rotary
     untouched = scene.q.clone(), scene.k.clone()
-    before = [scene.normed(x, w) for x, w in zip(untouched, scene.weights, strict=True)]
     q, k = scene.arranged(scene.q), None if launch.only == "q" else scene.arranged(scene.k)
     options: Any = {"layout": launch.layout, "conjugate": launch.conjugate}
     scene.poison()
     got = apply_rotary(q, k, scene.positions, rotary, inplace=launch.inplace, **options, **scene.how)
-    for name, x, out in zip("qk", before, got, strict=True):
+    for name, x, weight, out in zip("qk", untouched, scene.weights, got, strict=True):
         if out is not None:
-            yield name, distance(scene.flat(out), x, scene.angle, rotary) / scene.bound
+            yield name, scene.error(scene.flat(out), x, weight) / scene.bound
     if not launch.inplace or launch.only == "q":
         yield same("k unchanged", torch.equal(scene.k, untouched[1]))
     if not launch.inplace:
@@ -603,18 +594,6 @@ def move(scene: Scene) -> Iterator[Check]:
     yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in cache.whole))
 
 
-def norm_after(scene: Scene) -> Iterator[Check]:
-    """Rotate q and k, then normalise them."""
-    before = scene.q.clone(), scene.k.clone()
-    scene.poison()
-    got = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, inplace=scene.launch.inplace, **scene.how)
-    for name, x, weight, out in zip("qk", before, scene.weights, got, strict=True):
-        assert out is not None
-        want = scene.normed_and_rotated(x, weight)
-        error = (out - want).abs() / want.abs().amax(-1, keepdim=True)  # inf or NaN if any element is
-        yield name, float(error.amax()) / scene.bound
-
-
 def cached(scene: Scene) -> Iterator[Check]:
     """Rotate with an engine's float32 cache of cos and sin."""
     rows = int(scene.ids.max()) + 1
@@ -627,18 +606,11 @@ def cached(scene: Scene) -> Iterator[Check]:
         yield name, distance(out, x.double(), scene.angle, scene.rotary) / scene.bound
 
 
-def dense(scene: Scene) -> Iterator[Check]:
-    """Expand a table to ids on the device, which must be bit-equal to the ids computed on the host."""
-    yield same("ids", torch.equal(scene.positions.dense().cpu(), torch.from_numpy(scene.table.dense())))
-
-
 KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
     "rotate": rotate,
     "backward": backward,
     "store": store,
-    "dense": dense,
     "rerotate": move,
-    "norm after": norm_after,
     "cached": cached,
 }
 """The function of each kind, which launches it and yields checks of everything that it writes."""

@@ -302,6 +302,7 @@ def _tie_case(scheme: str | Scheme, name: str, **params: Any) -> Case:
     return Case(scheme, name, params, frames=params.get("axes") == 3, separators=True, adjacent=False)
 
 
+_MERGED: dict[str, Any] = {"order": "merged", "spatial_merge_size": 2}
 CASES = (
     _tie_case("rope-tie", "rope-tie"),
     _tie_case(RopeTie(axes=3), "rope-tie", axes=3),
@@ -320,22 +321,8 @@ CASES = (
     Case("rows", "rows", {}, frames=False, resumable=False),
     Case("naive-2d", "naive-2d", {}, frames=False, separators=True),
     Case("grid-2d", "grid-2d", {}, text=False, resumable=False),
-    Case(
-        Grid2D(order="merged", spatial_merge_size=2),
-        "grid-2d",
-        {"order": "merged", "spatial_merge_size": 2},
-        text=False,
-        resumable=False,
-        side=2,
-    ),
-    Case(
-        Grid2D(order="merged", spatial_merge_size=2, axes=3),
-        "grid-2d",
-        {"order": "merged", "spatial_merge_size": 2, "axes": 3},
-        text=False,
-        resumable=False,
-        side=2,
-    ),
+    Case(Grid2D(**_MERGED), "grid-2d", _MERGED, text=False, resumable=False, side=2),
+    Case(Grid2D(axes=3, **_MERGED), "grid-2d", {**_MERGED, "axes": 3}, text=False, resumable=False, side=2),
     Case(Grid2D(axes=3, first=1), "grid-2d", {"axes": 3, "first": 1}, text=False, resumable=False),
     Case("mrope", "mrope", {}),
     Case("mrope-qwen3", "mrope-qwen3", {}, frames=False, separators=True),

@@ -29,14 +29,13 @@ Profile = Annotated[
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit for the answer.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
-_TRANSPORT = ("failed to connect", "errors resolving", "connections to all backends failing")
-
 _OPTIONS = {
     "tls=Tls(...)": "pass --tls-ca",
     "Tls(..., certificate, key)": "pass --tls-cert and --tls-key",
     "want tls=None": "want no --tls-ca",
     "tls.root_certificates": "--tls-ca",
     "tls.certificate": "--tls-cert",
+    "another address": "another --server",
 }
 """Arguments that the client's errors name, and the options that set them here."""
 
@@ -48,10 +47,8 @@ def _problem(message: str) -> str:
     if message.startswith(("tls", "--tls")):
         cause, _, _ = message.partition(" (failed to connect")
         return message if cause.endswith("the handshake failed") else cause
-    message, opening, hint = message.partition(" (a server that ")
-    if message.startswith(_TRANSPORT):  # the reason is at the end
-        message = message.rpartition(": ")[2].rstrip("]")
-    return f"got {message}{opening}{hint}, want a running server: start one with mmpos serve, or pass another --server"
+    want = ", want a running server: start one with mmpos serve, or pass another --server"
+    return message if message.endswith(want) else f"got {message}{want}"
 
 
 def _file(description: str) -> Any:
@@ -86,7 +83,8 @@ class Connection:
             with Client(where, profile=profile, timeout=timeout, tls=tls, token=self.token_file) as client:
                 yield client
         except ServiceUnavailableError as error:
-            raise ServiceUnavailableError(f"{self.server}: {_problem(str(error))}") from error
+            said = _problem(str(error)).removeprefix(f"{self.server}: ")
+            raise ServiceUnavailableError(f"{self.server}: {said}") from error
         except ServiceTimeoutError as error:
             remedy = "check that mmpos serve is running, or pass a longer --timeout"
             raise ServiceTimeoutError(f"{self.server}: got no answer within {timeout:g} s; {remedy}") from error

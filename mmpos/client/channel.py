@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import random
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterable
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc
 
 from mmpos.client.options import Pair, host_and_port
-from mmpos.errors import MmposError, ServiceError, ServiceOverloadedError, ServiceUnavailableError, UnsupportedError
+from mmpos.errors import (
+    LimitExceededError,
+    MmposError,
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceUnavailableError,
+    UnsupportedError,
+)
 from mmpos.rpc.errors import RETRY_AFTER, from_status
 
 if TYPE_CHECKING:
@@ -211,6 +219,9 @@ _UNTRUSTED = {
     "ls handshake failed": "tls: the handshake failed",
 }
 
+# The message of the server's transport for a request that is too large, which no handler of the server sees.
+_TOO_LARGE = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
+
 # The message of grpc's ValueError for a call on a channel that another thread has closed.
 _CLOSED = "Cannot invoke RPC"
 
@@ -251,6 +262,9 @@ def error_of(error: grpc.RpcError) -> MmposError:
         for pattern, message in _UNTRUSTED.items():
             if pattern in details:
                 return UntrustedError(f"{message} ({details})")
+    if large := _TOO_LARGE.search(details):
+        want = f"want at most {large[2]} in one request to this server"
+        return LimitExceededError(f"limits.request_bytes: got {large[1]}, {want}")
     wait = _number(trailing, RETRY_AFTER)
     return from_status(code.name, details, None if wait is None else wait / 1000)
 
@@ -269,6 +283,9 @@ def _number(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> in
 _PAUSE = 0.3
 
 _BROKEN = ("Socket closed", "Connection reset")
+
+# How the messages of grpc begin if it cannot connect; the reason is at their end.
+_ABSENT = ("failed to connect", "errors resolving", "connections to all backends failing")
 
 
 class Reach:
@@ -299,18 +316,20 @@ class Reach:
         return absent and self._answered and self._destination.attempts > 1
 
     def explained(self, error: MmposError) -> MmposError:
-        """Add the likely causes to the error for a connection that the server closes immediately."""
+        """Describe why no server can be reached, and what to do, in place of grpc's message."""
         message = str(error)
-        if self._answered or type(error) is not ServiceUnavailableError or not any(word in message for word in _BROKEN):
+        absent, broken = message.startswith(_ABSENT), not self._answered and any(word in message for word in _BROKEN)
+        if type(error) is not ServiceUnavailableError or not (absent or broken):
             return error
-        tls = self._destination.tls
-        if tls is None:
-            hint = "a server that requires TLS closes it: tls=Tls(...)"
-        elif tls.certificate is None:
-            hint = "a server that requires client certificates closes it: Tls(..., certificate, key)"
-        else:
-            hint = "a server that does not trust tls.certificate closes it"
-        return ServiceUnavailableError(f"{message} ({hint})")
+        reason, tls, hint = message.rpartition(": ")[2].rstrip("]") if absent else message, self._destination.tls, ""
+        if broken and tls is None:
+            hint = " (a server that requires TLS closes it: tls=Tls(...))"
+        elif broken and tls is not None:
+            hint = " (a server that does not trust tls.certificate closes it)"
+            if tls.certificate is None:
+                hint = " (a server that requires client certificates closes it: Tls(..., certificate, key))"
+        want = "want a running server: start one with mmpos serve, or pass another address"
+        return ServiceUnavailableError(f"{','.join(self._destination.addresses)}: got {reason}{hint}, {want}")
 
 
 class Patience:

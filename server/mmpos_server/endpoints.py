@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
-from mmpos.errors import LimitExceededError, ServiceUnauthenticatedError
+from mmpos.errors import ServiceUnauthenticatedError
 from mmpos.rpc.errors import get_token
 from mmpos_server.call import Call, GoneError
 from mmpos_server.limits import check
@@ -174,8 +174,7 @@ class ServerContext:
         began = perf_counter()
         raw = call.beside.serialize(response)
         call.stages.append(("encode", perf_counter() - began))
-        if len(raw) > self.config.limits.response_bytes:
-            raise LimitExceededError(f"response: got {len(raw)} bytes, want <= {self.config.limits.response_bytes}")
+        check("response_bytes", len(raw), self.config.limits)
         return raw
 
     def failed(self, error: Exception, request_id: str, method: str, **trace: str) -> Failure:

@@ -95,14 +95,19 @@ def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> N
     assert server.fake.names == []
     status, details, metadata = refusal(lambda: server.place(query("large"), metadata=[("x-request-id", "me")]))
     assert (status, metadata) == ("RESOURCE_EXHAUSTED", {"x-request-id": "me"})
-    assert re.fullmatch(r"response: got \d+ bytes, want <= 1024", details)
+    assert re.fullmatch(r"response_bytes: got \d+, want at most 1024 in one request to this server", details)
     assert server.place(query("nothing")).HasField("positions")  # set, but empty
 
 
 def test_a_message_beyond_the_transport_limit_is_not_an_overload(serve: Serve) -> None:
     address = serve(limits={"request_bytes": 1024}).address
-    with Client(address) as client, pytest.raises(LimitExceededError, match="larger than"):
-        client.place(SegmentTable.from_documents([[Text(1)] * 2000]))
+    segments = SegmentTable.from_documents([[Text(1)] * 2000])
+    refused = r"^limits\.request_bytes: got 60\d\d, want at most 1024 in one request to this server$"
+    with Client(address) as client:
+        with pytest.raises(LimitExceededError, match=refused):
+            client.place(segments)
+        with pytest.raises(LimitExceededError, match=refused):
+            list(client.stream([PositionsQuery(segments)]))
 
 
 # Slots

@@ -301,7 +301,7 @@ def test_help_lists_the_commands_in_a_fixed_order(monkeypatch: pytest.MonkeyPatc
 def test_specs_become_documents() -> None:
     assert read_specs(["3,2x3,2", "4x2x3@1/24", "1, 2×3"]).documents == [
         [Text(3), Grid(2, 3), Text(2)],
-        [Grid(2, 3, frames=4, seconds_per_frame=Fraction(1, 24))],
+        [Grid(2, 3, frames=4, seconds_per_frame=1 / 24)],
         [Text(1), Grid(2, 3)],
     ]
 

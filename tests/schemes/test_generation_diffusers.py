@@ -17,17 +17,7 @@ from oracle import placed
 from tolerance import FREQUENCY, cos_sin, gamma
 
 from mmpos import Grid, Scheme, Text
-from mmpos.schemes import (
-    CogVideoX,
-    Cosmos3,
-    Flux,
-    Ltx,
-    Ltx2,
-    Lumina2,
-    MiniMaxH3,
-    QwenImage,
-    Wan,
-)
+from mmpos.schemes import CogVideoX, Cosmos3, Flux, Ltx, Ltx2, Lumina2, MiniMaxH3, QwenImage, Wan
 from mmpos.segments.kinds import Segment
 
 torch = pytest.importorskip("torch")

@@ -793,8 +793,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
             )
 
     def _checked_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        flat = isinstance(axes, Sequence) or (isinstance(axes, np.ndarray) and axes.ndim == 1)
-        listed: list[Any] = list(axes) if flat else [None]
+        listed: list[Any] = list(axes) if isinstance(axes, Sequence) or getattr(axes, "ndim", 0) == 1 else [None]
         if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) and 0 <= a < self.axes for a in listed):
             raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {self.axes - 1}")
         return tuple(map(int, listed))

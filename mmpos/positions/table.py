@@ -792,7 +792,7 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
                 f"documents[{d}]: got {self.lengths[d]} tokens, {want}; pad first: positions.pad({fit}).shard(…)"
             )
 
-    def _checked_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def _checked_axes(self, axes: Any) -> tuple[int, ...]:
         listed: list[Any] = list(axes) if isinstance(axes, Sequence) or getattr(axes, "ndim", 0) == 1 else [None]
         if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) and 0 <= a < self.axes for a in listed):
             raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {self.axes - 1}")

@@ -1,5 +1,4 @@
-/* Collate examples into the arrays of a batch, either packed in one row or padded to rows of equal length, and
- * concatenate tables. */
+/* Collate examples into the arrays of a batch, either packed in one row or padded to rows of equal length. */
 
 #include <stdlib.h>
 
@@ -530,65 +529,4 @@ PyObject *native_collate(PyObject *self, PyObject *const *args, Py_ssize_t count
     free(batch.patches.edges);
     free(batch.audio.edges);
     return answer(&arrays.buffers, result);
-}
-
-/* Read tables of one class in order; return their total number of documents, or -1 if a table does not match. */
-static int64_t take_tables(Batch *batch, PyObject *tables, PyObject *class, PyObject *const *names) {
-    int64_t headers = 0;
-    for (int64_t i = 0; i < batch->count; i++) {
-        Document *each = &batch->documents[i];
-        PyObject *table = PySequence_GetItem(tables, i);
-        int fits =
-            table != NULL && (PyObject *)Py_TYPE(table) == class && take_table(each, table, names, &each->tokens);
-        Py_XDECREF(table);
-        PyErr_Clear();
-        if (!fits || each->table.rows != batch->documents[0].table.rows || each->tokens > INT64_MAX - batch->tokens ||
-            each->table.columns > PTRDIFF_MAX / 8 / each->table.rows - batch->segments ||
-            each->header.columns > PTRDIFF_MAX / 8 / 4 - headers) {
-            return -1;
-        }
-        each->first = each->start = batch->tokens;
-        each->stop = batch->tokens += each->tokens;
-        batch->segments += each->table.columns;
-        headers += each->header.columns;
-    }
-    return headers;
-}
-
-/* concatenate(tables, class, names) -> (bytearray of the table, bytearray of its documents, tokens), or None.
- *
- * tables: list of placed tables of this class; names: attributes of a table's arrays and number of tokens. */
-PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    PyObject *names[3], *result = NULL;
-    Batch batch = {0};
-    (void)self;
-    if (!arguments("concatenate", 3, count)) {
-        return NULL;
-    }
-    batch.count = length_of(args[0]);
-    if (batch.count < 1 || batch.count > INT32_MAX || !PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != 3) {
-        Py_RETURN_NONE;
-    }
-    for (int i = 0; i < 3; i++) {
-        names[i] = PyTuple_GetItem(args[2], i);
-    }
-    new_documents(&batch);
-    int64_t headers = batch.documents == NULL ? -1 : take_tables(&batch, args[0], args[1], names);
-    if (headers >= 0) {
-        int64_t rows = batch.documents[0].table.rows, at = 0, d = 0;
-        PyObject *table = PyByteArray_FromStringAndSize(NULL, 8 * rows * batch.segments);
-        PyObject *documents = PyByteArray_FromStringAndSize(NULL, 8 * 4 * headers);
-        if (table != NULL && documents != NULL) {
-            Matrix columns = matrix_of(PyByteArray_AsString(table), rows, batch.segments);
-            Matrix header = matrix_of(PyByteArray_AsString(documents), 4, headers);
-            for (int64_t i = 0; i < batch.count; d += batch.documents[i].header.columns, i++) {
-                at = put_positions(&columns, &header, at, d, &batch.documents[i]);
-            }
-            result = Py_BuildValue("(OOL)", table, documents, (long long)batch.tokens);
-        }
-        Py_XDECREF(table);
-        Py_XDECREF(documents);
-    }
-    drop_documents(&batch);
-    return result != NULL || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }

@@ -1,5 +1,7 @@
-/* Cut ranges of tokens out of a table, with text or padding around them, in one pass over the segments of the ranges.
- * mmpos/positions/table_rows.py does the same segment by segment. */
+/* Cut ranges of tokens out of a table, with text or padding around them, in one pass over the segments of the ranges,
+ * and concatenate the documents of tables. mmpos/positions/table_rows.py cuts segment by segment. */
+
+#include <stdlib.h>
 
 #include "table.h"
 
@@ -288,8 +290,8 @@ static int numbers_fit(int64_t rule, int64_t count, const Numbers *asked) {
     return fits;
 }
 
-/* Create and fill the counted result: (table, documents, tokens), or NULL. */
-static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers *asked, int64_t documents) {
+/* Create the arrays of the counted result, still to be filled: (table, documents, tokens), or NULL. */
+static PyObject *make_result(Cut *cut, int64_t documents) {
     int64_t segments = cut->segments, rows = cut->table.rows;
     if (segments > PTRDIFF_MAX / 8 / rows) {
         return NULL;
@@ -297,23 +299,43 @@ static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers
     PyObject *table = PyByteArray_FromStringAndSize(NULL, 8 * rows * segments), *result = NULL;
     PyObject *header = PyByteArray_FromStringAndSize(NULL, 8 * 4 * documents);
     if (table != NULL && header != NULL) {
-        int fits;
         cut->cut = (Matrix){PyByteArray_AsString(table), rows, segments, 8 * segments, 8, 8, 'q'};
         cut->header = (Matrix){PyByteArray_AsString(header), 4, documents, 8 * documents, 8, 8, 'q'};
-        if (8 * rows * segments < RELEASE_GIL_BYTES) {
-            fits = put_all(cut, rule, count, asked);
-        } else {
-            Py_BEGIN_ALLOW_THREADS
-                fits = put_all(cut, rule, count, asked);
-            Py_END_ALLOW_THREADS
-        }
-        if (fits && cut->segments == segments) { /* false only if another thread writes to the source */
-            result = Py_BuildValue("(OOL)", table, header, (long long)cut->length);
-        }
+        result = Py_BuildValue("(OOL)", table, header, (long long)cut->length);
     }
     Py_XDECREF(table);
     Py_XDECREF(header);
     return result;
+}
+
+/* Return the result if it was filled as counted; it was not if another thread wrote to the source. */
+static PyObject *filled(const Cut *cut, int fits, PyObject *result) {
+    if (fits && cut->segments == cut->cut.columns) {
+        return result;
+    }
+    Py_DECREF(result);
+    return NULL;
+}
+
+static PyObject *put_result(Cut *cut, int64_t rule, int64_t count, const Numbers *asked, int64_t documents) {
+    PyObject *result = make_result(cut, documents);
+    int fits;
+    if (result == NULL) {
+        return NULL;
+    }
+    if (cut->cut.rows * cut->cut.row_stride < RELEASE_GIL_BYTES) {
+        fits = put_all(cut, rule, count, asked);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+            fits = put_all(cut, rule, count, asked);
+        Py_END_ALLOW_THREADS
+    }
+    return filled(cut, fits, result);
+}
+
+/* Return whether the arrays have the rows of a placed table. */
+static int is_placed(const Matrix *table, const Matrix *documents) {
+    return table->rows > AXES && is_block(table, AXES + (table->rows - AXES) / 4 * 4) && is_block(documents, 4);
 }
 
 /* cut(table, documents, tokens, rule, a, b, c) -> (bytearray of the table, bytearray of its documents, tokens), or
@@ -339,8 +361,7 @@ PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     buffers.count = 0;
     memset(&cut, 0, sizeof cut);
     int fits = take_matrix(&buffers, args[0], 0, &cut.table) && take_matrix(&buffers, args[1], 0, &cut.documents) &&
-               read_int(args[2], &cut.tokens) && read_int(args[3], &rule) && cut.table.rows > AXES &&
-               is_block(&cut.table, AXES + (cut.table.rows - AXES) / 4 * 4) && is_block(&cut.documents, 4);
+               read_int(args[2], &cut.tokens) && read_int(args[3], &rule) && is_placed(&cut.table, &cut.documents);
     for (int i = 0; i < 3; i++) {
         asked[i] = (Numbers){{NULL, -1, 0}, 0, NULL};
         fits = fits && take_numbers(&buffers, args[4 + i], &asked[i]);
@@ -362,5 +383,132 @@ PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     for (int i = 0; i < 3; i++) {
         Py_XDECREF(asked[i].room);
     }
+    return answer(&buffers, result);
+}
+
+/* A table from which documents are read. */
+typedef struct {
+    Buffers buffers;
+    Matrix table, documents;
+    int64_t tokens;
+} Source;
+
+/* Read the attributes of a table of this class; return 0 if one is not as expected. */
+static int take_source(Source *source, PyObject *table, PyObject *class, PyObject *names) {
+    PyObject *read[3] = {NULL, NULL, NULL};
+    int fits = table != NULL && (PyObject *)Py_TYPE(table) == class;
+    for (int i = 0; fits && i < 3; i++) {
+        read[i] = PyObject_GetAttr(table, PyTuple_GetItem(names, i));
+        fits = read[i] != NULL;
+    }
+    fits = fits && take_matrix(&source->buffers, read[0], 0, &source->table) &&
+           take_matrix(&source->buffers, read[1], 0, &source->documents) && read_int(read[2], &source->tokens) &&
+           is_placed(&source->table, &source->documents) && within(source->table.columns, 0, source->tokens);
+    for (int i = 0; i < 3; i++) {
+        Py_XDECREF(read[i]);
+    }
+    PyErr_Clear();
+    return fits;
+}
+
+/* Append documents first to stop of a table. */
+static int put_documents(Cut *cut, const Source *source, int64_t first, int64_t stop) {
+    const Matrix *documents = &source->documents;
+    int64_t begin = first < documents->columns ? entry(documents, FIRST_TOKEN, first) : source->tokens;
+    int64_t end = stop < documents->columns ? entry(documents, FIRST_TOKEN, stop) : source->tokens;
+    int64_t segments = cut->segments, length = cut->length;
+    cut->table = source->table;
+    cut->documents = source->documents;
+    cut->tokens = source->tokens;
+    cut->near = 0;
+    if (!put_range(cut, begin, end) || cut->segments > PTRDIFF_MAX / 8 / cut->table.rows || cut->length < length) {
+        return 0;
+    }
+    for (int64_t d = first; d < stop; d++) {
+        int64_t before = minus(entry(documents, FIRST_SEGMENT, d), entry(documents, FIRST_SEGMENT, first));
+        open_document(cut, plus(segments, before), plus(length, minus(entry(documents, FIRST_TOKEN, d), begin)), d);
+    }
+    return 1;
+}
+
+/* Append the documents of all tables, or only count them while the result has no data. A changed document of the first
+ * table is left out (-1) or replaced by the table with this index. */
+static int put_tables(Cut *cut, const Source *sources, int64_t count, const int64_t *changes, int64_t replaced) {
+    int64_t known = sources[0].documents.columns, first = 0;
+    int fits = 1;
+    cut->segments = cut->length = cut->opened = 0;
+    for (int64_t d = 0; fits && d < known; d++) {
+        if (changes[d] != 0) {
+            fits = put_documents(cut, &sources[0], first, d) &&
+                   (changes[d] < 0 || put_documents(cut, &sources[changes[d]], 0, 1));
+            first = d + 1;
+        }
+    }
+    fits = fits && put_documents(cut, &sources[0], first, known);
+    for (int64_t i = replaced + 1; fits && i < count; i++) {
+        fits = put_documents(cut, &sources[i], 0, sources[i].documents.columns);
+    }
+    return fits;
+}
+
+/* Note that documents of the first table are removed, or replaced by the tables after it; return 0 if one of them does
+ * not exist or changes twice, or if a table has other than one document. */
+static int take_changes(const Source *sources, int64_t count, const Vector *removed, const Vector *replaced,
+                        int64_t *changes) {
+    int fits = removed->size >= 0 && within(replaced->size, 0, count - 1);
+    for (int64_t i = 0; fits && i < removed->size + replaced->size; i++) {
+        int64_t index = i - removed->size + 1, d = index > 0 ? item(replaced, index - 1) : item(removed, i);
+        fits = within(d, 0, sources[0].documents.columns - 1) && changes[d] == 0 &&
+               (index <= 0 || sources[index].documents.columns == 1);
+        if (fits) {
+            changes[d] = index > 0 ? index : -1;
+        }
+    }
+    return fits;
+}
+
+/* concatenate(tables, class, names, removed, replaced) -> (bytearray of the table, bytearray of its documents, tokens),
+ * or None.
+ *
+ * tables: list of placed tables of this class; names: attributes of a table's arrays and number of tokens; removed and
+ * replaced: documents of the first table to leave out, and to replace by the tables that follow it, in this order. */
+PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t argument_count) {
+    Buffers buffers;
+    Cut cut;
+    Numbers asked[2] = {{{NULL, -1, 0}, 0, NULL}, {{NULL, -1, 0}, 0, NULL}};
+    PyObject *result = NULL;
+    int64_t taken = 0, *changes = NULL;
+    (void)self;
+    if (!arguments("concatenate", 5, argument_count)) {
+        return NULL;
+    }
+    buffers.count = 0;
+    memset(&cut, 0, sizeof cut);
+    int64_t count = length_of(args[0]);
+    int fits = within(count, 1, INT32_MAX) && PyTuple_Check(args[2]) && PyTuple_Size(args[2]) == 3 &&
+               take_numbers(&buffers, args[3], &asked[0]) && take_numbers(&buffers, args[4], &asked[1]);
+    Source *sources = fits ? malloc((size_t)count * sizeof *sources) : NULL;
+    for (fits = sources != NULL; fits && taken < count; taken++) {
+        PyObject *table = PySequence_GetItem(args[0], taken);
+        sources[taken].buffers.count = 0;
+        fits =
+            take_source(&sources[taken], table, args[1], args[2]) && sources[taken].table.rows == sources[0].table.rows;
+        Py_XDECREF(table);
+    }
+    if (fits) {
+        changes = calloc((size_t)sources[0].documents.columns + 1, sizeof *changes);
+    }
+    if (changes != NULL && take_changes(sources, count, &asked[0].vector, &asked[1].vector, changes) &&
+        put_tables(&cut, sources, count, changes, asked[1].vector.size) &&
+        (result = make_result(&cut, cut.opened)) != NULL) {
+        result = filled(&cut, put_tables(&cut, sources, count, changes, asked[1].vector.size), result);
+    }
+    for (int64_t i = 0; i < taken; i++) {
+        release(&sources[i].buffers);
+    }
+    free(sources);
+    free(changes);
+    Py_XDECREF(asked[0].room);
+    Py_XDECREF(asked[1].room);
     return answer(&buffers, result);
 }

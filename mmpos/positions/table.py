@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
@@ -47,6 +47,7 @@ from mmpos.support.checks import (
     instance,
     int_array,
     integer,
+    integers,
     one_of,
     per_document,
     read_only,
@@ -146,18 +147,11 @@ class PositionTable:
         Raises:
             InvalidInputError: there are no tables, a value is not a table, or the numbers of axes differ.
         """
-        core = native.core
-        joined = core and core.concatenate(tables, PositionTable, _READ)
-        if joined is None:
-            return cls._joined(tables)
-        return of_bytes(joined, len(tables[0].table), *_sort_of(tables))
-
-    @classmethod
-    def _joined(cls, tables: Sequence[PositionTable]) -> PositionTable:
+        joined = _joined_by_c(tables)
+        if joined is not None:
+            return joined
         for i, table in enumerate(tables):
-            if not isinstance(table, PositionTable) or table.axes != tables[0].axes:
-                got = f"{table.axes} axes" if isinstance(table, PositionTable) else type(table).__name__
-                raise InvalidInputError(f"tables[{i}]: got {got}, want PositionTables with as many axes as the first")
+            _check_joinable(f"tables[{i}]", table, tables[0])
         if not tables:
             raise InvalidInputError("tables: got none, want at least one")
         columns = np.concatenate([table.table for table in tables], axis=1)
@@ -459,6 +453,61 @@ class PositionTable:
             columns.put_run(w, text, int(header[0, w]) - text)
         return self._assembled(columns, header)
 
+    def updated(
+        self,
+        *,
+        remove: Iterable[int] = (),
+        replace: Mapping[int, PositionTable] | None = None,
+        add: Sequence[PositionTable] = (),
+    ) -> PositionTable:
+        """Remove, replace and add documents of a running batch, without concatenating all of its tables again.
+
+        The documents that remain keep their order, and added documents follow them.
+
+        >>> from mmpos import SegmentTable, Text, place
+        >>> a, b, c, d = (place(SegmentTable.from_documents([[Text(n)]])) for n in (1, 2, 3, 4))
+        >>> PositionTable.concatenate([a, b, c]).updated(remove=[0], replace={2: d}, add=[a, c]).lengths.tolist()
+        [2, 4, 1, 3]
+
+        Args:
+            remove: documents to remove, in any order.
+            replace: for each document to replace, a table of the one document that takes its place.
+            add: tables whose documents are added.
+
+        Raises:
+            InvalidInputError: there is no such document, a document is removed twice, or removed and replaced, or a
+                table has another number of axes or, in ``replace``, of documents.
+        """
+        replace = {} if replace is None else replace
+        if not isinstance(replace, Mapping):
+            raise InvalidInputError(f"replace: got {type(replace).__name__}, want a mapping from documents to tables")
+        if not isinstance(add, Sequence):
+            raise InvalidInputError(f"add: got {type(add).__name__}, want a list of PositionTables")
+        tables = [self, *replace.values(), *add]
+        updated = _joined_by_c(tables, remove, [*replace])
+        if updated is not None:
+            return updated
+        removed = integers("remove", remove, maximum=self.num_documents - 1)
+        replaced = [integer("replace", d, minimum=0, maximum=self.num_documents - 1) for d in replace]
+        for i, d in enumerate(removed):
+            if d in removed[:i] or d in replaced:
+                raise InvalidInputError(
+                    f"remove[{i}]: got {d}, which is also in {'replace' if d in replaced else 'remove'}"
+                )
+        names = [f"replace[{d}]" for d in replaced] + [f"add[{i}]" for i in range(len(add))]
+        for i, (name, table) in enumerate(zip(names, tables[1:], strict=True)):
+            _check_joinable(name, table, self)
+            if i < len(replaced) and table.num_documents != 1:
+                raise InvalidInputError(f"{name}: got {counted(table.num_documents, 'document')}, want 1")
+        return _joined_by_c(tables, removed, replaced) or self._updated(tables, removed, replaced)
+
+    def _updated(self, tables: list[PositionTable], removed: tuple[int, ...], replaced: list[int]) -> PositionTable:
+        joined, known = PositionTable.concatenate(tables), self.num_documents
+        order = np.arange(joined.num_documents)
+        order[replaced] = order[known : known + len(replaced)]
+        order = np.delete(order, [*removed, *range(known, known + len(replaced))])
+        return joined.window(order, np.zeros_like(order), joined.lengths[order])
+
     def decode(self, steps: npt.ArrayLike = 1) -> PositionTable:
         """Place the next text tokens of every document, grouped by document; their ids are equal on all axes.
 
@@ -743,8 +792,8 @@ position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)'
                 f"documents[{d}]: got {self.lengths[d]} tokens, {want}; pad first: positions.pad({fit}).shard(…)"
             )
 
-    def _checked_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        listed: list[Any] = list(axes) if isinstance(axes, Sequence | np.ndarray) and np.ndim(axes) == 1 else [None]
+    def _checked_axes(self, axes: Any) -> tuple[int, ...]:
+        listed: list[Any] = list(axes) if isinstance(axes, Sequence) or getattr(axes, "ndim", 0) == 1 else [None]
         if not all(isinstance(a, int | np.integer) and not isinstance(a, bool) and 0 <= a < self.axes for a in listed):
             raise InvalidInputError(f"axes: got {axes}, want integers from 0 to {self.axes - 1}")
         return tuple(map(int, listed))
@@ -804,8 +853,23 @@ _READ = ("table", "documents", "num_tokens")
 
 def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
     """Return whether the ids of concatenated tables may be fractions, and the names of their schemes."""
-    schemes = dict.fromkeys(table.scheme for table in tables)
+    schemes = {table.scheme: None for table in tables}
+    if len(schemes) > 1:  # each name once, however often tables have been joined
+        schemes = dict.fromkeys(name for scheme in schemes for name in scheme.split(" + "))
     return any(table.fractional for table in tables), " + ".join(schemes)
+
+
+def _joined_by_c(tables: Sequence[PositionTable], removed: object = (), replaced: object = ()) -> PositionTable | None:
+    """Concatenate tables in C, with changes to the first; return None if Python must do it or raise the error."""
+    core = native.core
+    joined = core and core.concatenate(tables, PositionTable, _READ, removed, replaced)
+    return None if joined is None else of_bytes(joined, len(tables[0].table), *_sort_of(tables))
+
+
+def _check_joinable(name: str, table: object, first: PositionTable) -> None:
+    if not isinstance(table, PositionTable) or table.axes != first.axes:
+        got = f"{table.axes} axes" if isinstance(table, PositionTable) else type(table).__name__
+        raise InvalidInputError(f"{name}: got {got}, want a PositionTable with as many axes as the first")
 
 
 def of_bytes(arrays: tuple[bytearray, bytearray, int], rows: int, fractional: bool, scheme: str) -> PositionTable:

@@ -107,5 +107,5 @@ def test_invalid_examples_cause_no_out_of_bounds_access() -> None:
         multiple_of, length = int(rng.choice(odd)), [None, int(rng.choice(odd))][rng.integers(2)]
         side = [None, "left", "right"][rng.integers(3)]
         answered += native.core.collate([one, one], _READ, _MAKE, multiple_of, length, 0, side) is not None
-        native.core.concatenate([table, table], PositionTable, ("table", "documents", "num_tokens"))
+        native.core.concatenate([table, table], PositionTable, ("table", "documents", "num_tokens"), (), ())
     assert answered > 50

@@ -124,6 +124,29 @@ def test_windows_inside_a_document_require_no_next_position(positions: PositionT
 
 
 @settled
+@given(st.sampled_from(CASES), st.data())
+def test_an_updated_batch_equals_its_documents_concatenated_again(case: Case, data: st.DataObject) -> None:
+    start, tokens = st.integers(-9, 1000), st.integers(0, 20)
+
+    def table(count: int) -> PositionTable:
+        batch = [data.draw(documents(case)) for _ in range(count)]
+        placed = place(SegmentTable.from_documents(batch), case.scheme, data.draw(start))
+        return placed.pad(placed.max_seqlen + 1) if data.draw(st.booleans()) else placed.slice(0, placed.num_tokens)
+
+    positions = table(data.draw(st.integers(0, 4)))
+    positions = positions.take([data.draw(tokens) % (positions.num_tokens + 1)], [positions.num_tokens])
+    changes = [data.draw(st.sampled_from(["keep", "remove", "replace"])) for _ in range(positions.num_documents)]
+    remove = data.draw(st.permutations([d for d, change in enumerate(changes) if change == "remove"]))
+    replace = {d: table(1) for d, change in reversed([*enumerate(changes)]) if change == "replace"}
+    add = [table(data.draw(st.integers(0, 2))) for _ in range(data.draw(st.integers(0, 2)))]
+    own = [positions.window([d], [0], [length]) for d, length in enumerate(positions.lengths)]
+    kept = [replace.get(d, one) for d, one in enumerate(own) if d not in remove]
+    updated = positions.updated(remove=remove, replace=replace, add=add)
+    assert updated == PositionTable.concatenate([positions.window([], [], []), *kept, *add])
+    assert per_document(updated) == [ids for table in (*kept, *add) for ids in per_document(table)]
+
+
+@settled
 @given(tables(), st.integers(1, 3), st.sampled_from(LAYOUTS))
 def test_shards_together_equal_the_whole(positions: PositionTable, world_size: int, layout: Layout) -> None:
     """Shards take blocks of every document, or of all documents as one sequence whose boundaries are ignored."""

@@ -89,6 +89,8 @@ def random_cut(random: Random, table: PositionTable) -> Cut:
         lambda t: t.padded(side="left" if world == 1 else "right"),
         lambda t: t.keep(mask),
         lambda t: PositionTable.concatenate([t, t.decode(0)]),
+        lambda t: t.updated(remove=documents, add=[t.slice(start, start)]),
+        lambda t: t.updated(remove=documents[:1], replace={one: t.window([0], [0], [1])}, add=[t][world - 1 :]),
         lambda t: PositionTable(np.asfortranarray(t.table), t.documents[:, :], tokens, t.fractional, t.scheme),
     ]
     return cuts[random.integers(len(cuts))]
@@ -148,7 +150,13 @@ def test_tables_of_arbitrary_numbers_are_never_read_out_of_bounds() -> None:
         forms: list[Any] = [random.integers(0, 9, size), random.choice(odd, size), int(random.choice(odd)), 1, None]
         arguments = [forms[i] for i in random.integers(0, len(forms), 3)]
         native.core.mask(table, np.empty(size, np.int64))
-        cut = native.core.cut(table, header, int(random.choice(odd)), int(random.integers(-1, 6)), *arguments)
-        answers += cut is not None
-        assert cut is None or len(cut[0]) % (8 * len(table)) == len(cut[1]) % 32 == 0
-    assert answers > 200
+        tokens = int(random.choice(odd))
+        tables = [PositionTable(table, each, tokens, False, "") for each in (header, header[:, :1], header)]
+        names, changes = ("table", "documents", "num_tokens"), [forms[0][: documents - 1], forms[1][:1]]
+        for result in (
+            native.core.cut(table, header, tokens, int(random.integers(-1, 6)), *arguments),
+            native.core.concatenate(tables, PositionTable, names, *(changes if size else arguments[:2])),
+        ):
+            answers += result is not None
+            assert result is None or len(result[0]) % (8 * len(table)) == len(result[1]) % 32 == 0
+    assert answers > 400

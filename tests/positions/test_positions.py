@@ -375,11 +375,11 @@ def test_concatenation_keeps_views_and_joins_scheme_names() -> None:
         ([], "tables: got none, want at least one"),
         (
             [place(SegmentTable.from_documents([[Text(1)]])), 3],
-            r"tables\[1\]: got int, want PositionTables with as many axes",
+            r"tables\[1\]: got int, want a PositionTable with as many axes as the first",
         ),
         (
             [place(SegmentTable.from_documents([[Text(1)]]), scheme) for scheme in ("rope-tie", "mrope")],
-            r"tables\[1\]: got 3 axes, want PositionTables with as many axes as the first",
+            r"tables\[1\]: got 3 axes, want a PositionTable with as many axes as the first",
         ),
     ],
 )
@@ -387,3 +387,47 @@ def test_concatenation_keeps_views_and_joins_scheme_names() -> None:
 def test_incompatible_tables_are_refused(tables: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         PositionTable.concatenate(tables)
+
+
+@pytest.mark.usefixtures("way")
+def test_documents_of_a_batch_are_removed_replaced_and_added(batch: PositionTable, one: PositionTable) -> None:
+    text, halves = placed([Text(2)], "rope-tie"), placed([Text(1), Grid(1, 2)], "rope-tie-v2")
+    updated = batch.updated(remove=np.array([0]), replace={2: text}, add=[one.slice(4, 9), halves])
+    assert updated.dense().tolist() == [
+        [7, 8, 0, 1, 6, 6, 10, 10, 10, 0, 1.5, 1.5],
+        [7, 8, 0, 1, 8, 11, 5, 8, 11, 0, 1, 2],
+    ]
+    assert updated.cu_seqlens.tolist() == [0, 2, 4, 9, 12]
+    assert (updated.next_positions.tolist(), updated.deltas.tolist()) == ([9, 2, 16, 3], [0, 0, 5, 0])
+    assert updated.updated(add=[batch, halves]).scheme == updated.scheme == "rope-tie + rope-tie-v2"
+    assert batch.updated() == batch
+    assert batch.updated(remove=range(3)) == batch.window([], [], [])
+
+
+ONE, THREE, MROPE = (
+    place(SegmentTable.from_documents(n * [[Text(1)]]), scheme)
+    for n, scheme in ((1, "rope-tie"), (3, "rope-tie"), (1, "mrope"))
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"remove": [0, 3]}, r"remove\[1\]: got 3, want <= 2"),
+        ({"remove": [-1]}, r"remove\[0\]: got -1, want >= 0"),
+        ({"remove": [1, 0, 1]}, r"remove\[2\]: got 1, which is also in remove"),
+        ({"remove": [1], "replace": {1: ONE}}, r"remove\[0\]: got 1, which is also in replace"),
+        ({"remove": 1}, "remove: got 1, want a sequence of numbers"),
+        ({"remove": [True]}, r"remove\[0\]: got True, want an integer"),
+        ({"replace": [ONE]}, "replace: got list, want a mapping from documents to tables"),
+        ({"replace": {3: ONE}}, "replace: got 3, want <= 2"),
+        ({"replace": {0: THREE}}, r"replace\[0\]: got 3 documents, want 1"),
+        ({"replace": {2: 7}}, r"replace\[2\]: got int, want a PositionTable with as many axes as the first"),
+        ({"add": THREE}, "add: got PositionTable, want a list of PositionTables"),
+        ({"add": [ONE, MROPE]}, r"add\[1\]: got 3 axes, want a PositionTable with as many axes as the first"),
+    ],
+)
+@pytest.mark.usefixtures("way")
+def test_impossible_changes_of_a_batch_are_refused(changes: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        THREE.updated(**changes)

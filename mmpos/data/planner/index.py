@@ -53,8 +53,7 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
         the headers of all examples, and for each example the index of its shard and its row in the shard.
     """
     merged = integer("patches_per_token", patches_per_token, minimum=1)
-    tokens, labels, patches, images = [], [], [], []
-    counts = []
+    tokens, labels, patches, images, counts = [], [], [], [], []
     for i, shard in enumerate(shards):
         instance(f"shards[{i}]", shard, SequenceShard, "SequenceShard(path)")
         columns = shard.columns(["num_tokens", "labels", "grid_thw"])
@@ -160,7 +159,8 @@ class PlannedPack:
 class PlannedPacks:
     """Packs of one rank, read according to an index file; iteration yields the list of microbatches of each step.
 
-    Shards are read in place, with random access. ``state_dict`` resumes the iteration after a restart.
+    Shards are read in place, with random access. Each iteration begins at the first step, except the one after
+    ``load_state_dict``, which begins at the step of the state.
 
     Args:
         path: path or URL of the index from ``write_index``.
@@ -181,17 +181,17 @@ class PlannedPacks:
             for name in ("ranks", "microbatches", "max_tokens", "steps")
         )
         self.rank = integer("rank", rank, minimum=0, maximum=self.ranks - 1)
-        self._step = 0
+        self._start = self._step = 0  # steps of the next iteration, and of the latest one
 
     def __len__(self) -> int:
         return self.num_steps
 
     def state_dict(self) -> dict[str, int]:
-        """Return the next step, with the ranks and microbatches that the index must have."""
+        """Return the next step of the latest iteration, with the ranks and microbatches that the index must have."""
         return {"step": self._step, "ranks": self.ranks, "microbatches": self.microbatches}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume from a state.
+        """Resume the next iteration from a state.
 
         Raises:
             InvalidInputError: the state is from a plan with other ranks or microbatches, or beyond the last step.
@@ -202,46 +202,48 @@ class PlannedPacks:
         for name in ("ranks", "microbatches"):
             if state.get(name) != getattr(self, name):
                 raise InvalidInputError(f"state.{name}: got {state.get(name)}, want {getattr(self, name)}")
-        self._step = integer("state.step", state.get("step"), minimum=0, maximum=self.num_steps)
+        self._start = self._step = integer("state.step", state.get("step"), minimum=0, maximum=self.num_steps)
 
     def __iter__(self) -> Iterator[list[PlannedPack]]:
+        self._step, self._start = self._start, 0
+        return self._packs(self._step)
+
+    def _packs(self, start: int) -> Iterator[list[PlannedPack]]:
         shards: dict[str, SequenceRows] = {}
         try:
             with self._open() as file:
-                for rows in self._steps(file):
-                    packs = [self._pack(rows, microbatch, shards) for microbatch in range(self.microbatches)]
-                    self._step += 1
+                for step, rows in enumerate(self._steps(file, start), start):
+                    packs = [self._pack(rows, step, microbatch, shards) for microbatch in range(self.microbatches)]
+                    self._step = step + 1
                     yield packs
         finally:
             for opened in shards.values():
                 opened.close()
 
-    def _steps(self, file: parquet.ParquetFile) -> Iterator[pa.Table]:
-        """Yield the rows of this rank for each step, starting at the next step."""
+    def _steps(self, file: parquet.ParquetFile, step: int) -> Iterator[pa.Table]:
+        """Yield the rows of this rank for each step, starting at this one."""
         held = INDEX_SCHEMA.empty_table()
         for group in range(file.num_row_groups):
             rows = self._group(file, group)
             last = compute.max(rows["step"]).as_py() or 0  # may continue in the next group
-            wanted = compute.and_(
-                compute.equal(rows["rank"], self.rank), compute.greater_equal(rows["step"], self._step)
-            )
+            wanted = compute.and_(compute.equal(rows["rank"], self.rank), compute.greater_equal(rows["step"], step))
             held = pa.concat_tables([held, rows.filter(wanted)])
             stop = self.num_steps if group == file.num_row_groups - 1 else last
-            while self._step < stop:
-                mine = compute.equal(held["step"], self._step)
-                step, held = held.filter(mine), held.filter(compute.invert(mine))
-                yield step
+            while step < stop:
+                mine = compute.equal(held["step"], step)
+                yield held.filter(mine)
+                held, step = held.filter(compute.invert(mine)), step + 1
 
-    def _pack(self, rows: pa.Table, microbatch: int, shards: dict[str, SequenceRows]) -> PlannedPack:
+    def _pack(self, rows: pa.Table, step: int, microbatch: int, shards: dict[str, SequenceRows]) -> PlannedPack:
         mine = rows.filter(compute.equal(rows["microbatch"], microbatch)).to_pylist()
         if not mine:
-            got = f"no examples in microbatch {microbatch} of step {self._step} and rank {self.rank}"
+            got = f"no examples in microbatch {microbatch} of step {step} and rank {self.rank}"
             raise InvalidInputError(f"{self._path}: got {got}, want one or more; the index has changed")
         examples: list[Example] = []
         for row in mine:
             before = sum(example.num_tokens for example in examples)
             if row["offset"] != before:
-                got = f"offset {row['offset']} in step {self._step} and rank {self.rank}"
+                got = f"offset {row['offset']} in step {step} and rank {self.rank}"
                 raise InvalidInputError(f"{self._path}: got {got}, want {before}; the index has changed")
             name = row["shard"]
             if name not in shards:

@@ -238,10 +238,11 @@ def test_keys_are_paths_inside_the_library_filesystem(url: str, key: str, monkey
     assert store_path("url", url)._key == key
 
 
-def test_patterns_match_files_on_an_http_server(tmp_path: Path) -> None:
+def test_patterns_match_files_on_an_http_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
     for name in ("a-0.jsonl", "a-1.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("{}")
-    handler = partial(QuietHandler, directory=str(tmp_path))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         folder = store_path("folder", f"http://127.0.0.1:{server.server_port}")
@@ -250,13 +251,6 @@ def test_patterns_match_files_on_an_http_server(tmp_path: Path) -> None:
         server.shutdown()
     assert paths == [folder / "a-0.jsonl", folder / "a-1.jsonl"]
     assert contents == [b"{}", b"{}"]
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    """Handler that logs nothing."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 def test_an_interrupted_upload_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,9 +291,9 @@ def test_errors_are_classified_independently_of_file_names(error: Exception, kin
 
 
 def _read_all(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str, object]]]:
-    found = [(location.index, record) for location, record in reader.records(start, step)]
-    assert not any(isinstance(record, RecordError) for _, record in found), found
-    return [(index, {**record, "__url__": ""}) for index, record in found if not isinstance(record, RecordError)]
+    read = [(location.index, record) for location, record in reader.records(start, step)]
+    assert not any(isinstance(record, RecordError) for _, record in read), read
+    return [(index, {**record, "__url__": ""}) for index, record in read if not isinstance(record, RecordError)]
 
 
 def test_shards_in_a_store_are_read_like_local_ones(folder: StorePath, tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def test_a_kernel_covers_only_the_text_next_to_the_image() -> None:
     assert (padded.before.size, padded.after.size) == (7, 3)
 
 
+CUT = "positions: got a cut image at token {}, want a complete one"
+
+
 @pytest.mark.parametrize(
     ("positions", "token", "error", "message"),
     [
@@ -86,24 +89,9 @@ def test_a_kernel_covers_only_the_text_next_to_the_image() -> None:
         (table("3"), None, InvalidInputError, "positions: got no image, want at least one"),
         (table("3,2x2"), 2, InvalidInputError, "token: got 2, which is text, want a patch of an image"),
         (table("3,2x2"), 7, InvalidInputError, "token: got 7, want <= 6"),
-        (
-            table("3,2x2").slice(0, 6),
-            None,
-            InvalidInputError,
-            "positions: got a cut image at token 3, want a complete one",
-        ),
-        (
-            table("3,2x2").slice(4, 7),
-            0,
-            InvalidInputError,
-            "positions: got a cut image at token 0, want a complete one",
-        ),
-        (
-            table("3x2x2", scheme="grid-2d").slice(2, 10),
-            0,
-            InvalidInputError,
-            "positions: got a cut image at token 0, want a complete one",
-        ),
+        (table("3,2x2").slice(0, 6), None, InvalidInputError, CUT.format(3)),
+        (table("3,2x2").slice(4, 7), 0, InvalidInputError, CUT.format(0)),
+        (table("3x2x2", scheme="grid-2d").slice(2, 10), 0, InvalidInputError, CUT.format(0)),
         (table("3,2x2", scheme="mrope"), None, InvalidInputError, "positions: got 3 axes, want 2 as in rotary"),
         (table("65536,2x2"), None, LimitExceededError, "positions: got 65540 tokens, want at most 65536"),
     ],

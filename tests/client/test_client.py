@@ -254,12 +254,13 @@ def test_an_invalid_answer_is_a_service_error() -> None:
         )
 
 
-def test_a_port_without_a_server_is_unavailable_and_not_healthy() -> None:
+def test_a_port_without_a_server_is_unavailable_at_once_and_not_healthy() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        with Client(f"127.0.0.1:{taken.getsockname()[1]}", attempts=2) as client:
-            assert failure(lambda: client.place(SEGMENTS))[0] is ServiceUnavailableError
-            assert failure(lambda: list(client.stream([PositionsQuery(SEGMENTS)])))[0] is ServiceUnavailableError
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
+        with Client(f"127.0.0.1:{taken.getsockname()[1]}", attempts=2, timeout=600) as client:
+            for call in (lambda: client.place(SEGMENTS), lambda: list(client.stream([PositionsQuery(SEGMENTS)]))):
+                error, words = failure(call)
+                assert (error, "Connection refused" in words) == (ServiceUnavailableError, True)
             assert not client.healthy()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -121,13 +120,6 @@ def test_tls_failures_name_their_cause(tmp_path: Path) -> None:
                 assert client.place(SEGMENTS).num_tokens == 3
     with running() as address:
         assert cause(address, Tls(cert)) == "tls: the server does not use TLS, want tls=None"
-
-
-def test_a_client_does_not_wait_for_a_server_that_it_never_reached() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, but not listening
-        port = taken.getsockname()[1]
-        assert cause(f"127.0.0.1:{port}") == "Connection refused"
 
 
 def test_a_client_limited_to_one_attempt_does_not_wait() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -105,24 +105,30 @@ def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return links
 
 
-def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str, server: str, links: list[Any]) -> None:
-    sent: list[PositionsQuery] = []
+def after(event: Callable[[], bool], links: list[Any], kind: str, count: int, sent: list[PositionsQuery]) -> Any:
+    """Return a source that yields each query but the first after an event, or after the answer if it is awaited."""
 
-    def slowly() -> Iterator[PositionsQuery]:
-        for query in numbered(4):
-            assert not sent or eventually(lambda: links[-1].ready)  # the previous answer has arrived
+    def source() -> Iterator[PositionsQuery]:
+        for query in numbered(count):
+            assert not sent or eventually(event)
             sent.append(query)
             yield query
 
-    async def slowly_awaited() -> AsyncIterator[PositionsQuery]:
-        for query in numbered(4):
+    async def awaited() -> AsyncIterator[PositionsQuery]:
+        for query in numbered(count):
             if sent:
                 await asyncio.wait([links[-1].answer])
             sent.append(query)
             yield query
 
+    return source() if kind == "sync" else awaited()
+
+
+def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str, server: str, links: list[Any]) -> None:
+    sent: list[PositionsQuery] = []
+    source = after(lambda: links[-1].ready, links, kind, 4, sent)  # the previous answer has arrived
     with open_client(kind, server) as client:
-        counts = [len(sent) for _ in client.stream(slowly() if kind == "sync" else slowly_awaited())]
+        counts = [len(sent) for _ in client.stream(source)]
     assert len(counts) == 4
     assert counts[0] < 4
 
@@ -172,18 +178,8 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
 def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(
     kind: str, links: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> bool:
+    def broken() -> bool:  # the stream is broken and its reader has noticed
         return all(thread.name != "mmpos-stream" for thread in threading.enumerate())
-
-    def slowly() -> Iterator[PositionsQuery]:
-        for query in numbered(3):
-            yield query
-            assert eventually(broken)  # the stream is broken and its reader has noticed
-
-    async def slowly_awaited() -> AsyncIterator[PositionsQuery]:
-        for query in numbered(3):
-            yield query
-            await asyncio.wait([links[-1].answer])
 
     def ending(
         requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
@@ -191,7 +187,7 @@ def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(
         yield next(echo_stream(requests, context))
         context.abort(*UNAVAILABLE[:2])
 
-    source = slowly() if kind == "sync" else slowly_awaited()
+    source = after(broken, links, kind, 3, [])
     monkeypatch.setattr(streams, "WINDOW", 1)
     with serving(Fake(stream=ending)) as address, open_client(kind, address, attempts=1) as client:
         assert_equal(list(client.stream(source)), [query.run() for query in numbered(3)])

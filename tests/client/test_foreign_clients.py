@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,56 +115,51 @@ FILES = dict(re.findall(r"```js\n(?=// (\S+)\n)(.*?)```", PAGE, re.DOTALL))
 PRINTED_BY_PLACE, PRINTED_BY_BUILD = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
 
 
-class Page(Protocol):
-    def __call__(self, server: str, program: str, *edits: tuple[str, str]) -> str: ...
-
-
-@pytest.fixture
-def page(tmp_path: Path) -> Page:
-    """Return a function that edits the files of the page, runs one of them, and returns the output."""
+def page(folder: Path, server: str, program: str, *edits: tuple[str, str]) -> str:
+    """Write the files of the page with these edits into a folder, run one of them, and return the output."""
     install()
-
-    def run(server: str, program: str, *edits: tuple[str, str]) -> str:
-        changes = [("localhost:50051", server), *edits]
-        for name in ("protocol.js", program):
-            code = FILES[name]
-            for old, new in changes:
-                code = code.replace(old, new)
-            (tmp_path / name).write_text(code)
-        assert all(old in FILES["protocol.js"] + FILES[program] for old, _ in changes)
-        environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
-        command = [f"{BIN}/node", str(tmp_path / program)]
-        completed = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
-        )
-        return completed.stdout
-
-    return run
+    changes = [("localhost:50051", server), *edits]
+    for name in ("protocol.js", program):
+        code = FILES[name]
+        for old, new in changes:
+            code = code.replace(old, new)
+        (folder / name).write_text(code)
+    assert all(old in FILES["protocol.js"] + FILES[program] for old, _ in changes)
+    environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
+    command = [f"{BIN}/node", str(folder / program)]
+    completed = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    return completed.stdout
 
 
-def test_the_documented_client_places_a_document(server: str, page: Page) -> None:
+def test_the_documented_client_places_a_document(server: str, tmp_path: Path) -> None:
     positions = place(SegmentTable.from_spans([11], [3], [[1, 2, 3]]), "mrope")
     rows = [*positions.dense().tolist(), ["next:", *positions.next_positions.tolist()]]
-    assert page(server, "place.js") == PRINTED_BY_PLACE == "".join(" ".join(map(str, row)) + "\n" for row in rows)
+    assert (
+        page(tmp_path, server, "place.js")
+        == PRINTED_BY_PLACE
+        == "".join(" ".join(map(str, row)) + "\n" for row in rows)
+    )
 
 
-def test_the_documented_client_needs_neither_scheme_nor_profile(server: str, page: Page) -> None:
-    printed = page(server, "place.js", (', scheme: { name: "mrope" }, profile: "default"', ""))
+def test_the_documented_client_needs_neither_scheme_nor_profile(server: str, tmp_path: Path) -> None:
+    printed = page(tmp_path, server, "place.js", (', scheme: { name: "mrope" }, profile: "default"', ""))
     assert printed == "0 1 2 6 6 6 10 10 10 14 15\n0 1 2 5 8 11 5 8 11 14 15\nnext: 16\n"
 
 
-def test_the_loader_refuses_a_scheme_that_is_a_string(server: str, page: Page) -> None:
-    assert "object expected" in page(server, "place.js", ('{ name: "mrope" }', '"mrope"'))
+def test_the_loader_refuses_a_scheme_that_is_a_string(server: str, tmp_path: Path) -> None:
+    assert "object expected" in page(tmp_path, server, "place.js", ('{ name: "mrope" }', '"mrope"'))
 
 
-def test_the_documented_client_lists_profiles_and_schemes(server: str, page: Page) -> None:
-    first, *schemes = page(server, "info.js").splitlines()
+def test_the_documented_client_lists_profiles_and_schemes(server: str, tmp_path: Path) -> None:
+    first, *schemes = page(tmp_path, server, "info.js").splitlines()
     assert first == "profile default with scheme rope-tie"
     assert [line.split()[0] for line in schemes] == list(SCHEMES)
     assert "v2pe 1 stride" in schemes
 
 
-def test_the_documented_client_uses_tls_and_a_token(tmp_path: Path, page: Page) -> None:
+def test_the_documented_client_uses_tls_and_a_token(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     (tmp_path / "tokens").write_text("alice secret-secret-secret\n")
     (tmp_path / "token").write_text("secret-secret-secret\n")
@@ -177,50 +172,50 @@ def test_the_documented_client_uses_tls_and_a_token(tmp_path: Path, page: Page) 
         return head, head + block.replace('"token"', json.dumps(str(tmp_path / file)))
 
     with running(listen=Listen(tls=TlsFiles(cert, key), token_file=tmp_path / "tokens")) as address:
-        assert page(address, "place.js", secured, with_token("token")) == PRINTED_BY_PLACE
+        assert page(tmp_path, address, "place.js", secured, with_token("token")) == PRINTED_BY_PLACE
         refusal = 'authorization: got no known token, want "Bearer TOKEN"\n'
-        assert page(address, "place.js", secured, with_token("token.bad")) == refusal
+        assert page(tmp_path, address, "place.js", secured, with_token("token.bad")) == refusal
 
 
-def test_the_loader_drops_a_field_unless_the_documented_option_is_set(server: str, page: Page) -> None:
-    assert page(server, "place.js", ("keepCase: true, ", "")) == "grid_thw: got shape (0, 3), want (1, 3)\n"
+def test_the_loader_drops_a_field_unless_the_documented_option_is_set(server: str, tmp_path: Path) -> None:
+    assert page(tmp_path, server, "place.js", ("keepCase: true, ", "")) == "grid_thw: got shape (0, 3), want (1, 3)\n"
 
 
-def test_the_documented_client_builds_a_sequence_with_two_images(server: str, page: Page) -> None:
-    assert page(server, "build.js") == PRINTED_BY_BUILD
+def test_the_documented_client_builds_a_sequence_with_two_images(server: str, tmp_path: Path) -> None:
+    assert page(tmp_path, server, "build.js") == PRINTED_BY_BUILD
 
 
-def test_large_answers_require_the_documented_limit(server: str, page: Page) -> None:
+def test_large_answers_require_the_documented_limit(server: str, tmp_path: Path) -> None:
     ten = ("[{ parts }]", "Array(10).fill({ parts })")
-    assert page(server, "build.js", ten) == 10 * PRINTED_BY_BUILD
+    assert page(tmp_path, server, "build.js", ten) == 10 * PRINTED_BY_BUILD
     refusal = "RESOURCE_EXHAUSTED Received message larger than max"
-    assert page(server, "build.js", ten, (", noLimit", "")).startswith(refusal)
+    assert page(tmp_path, server, "build.js", ten, (", noLimit", "")).startswith(refusal)
 
 
 # buf curl.
 
 
-def curl(server: str, method: str, request: object) -> tuple[int, Any]:
-    command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--data", json.dumps(request)]
-    url = f"http://{server}/mmpos.rpc.v1.{method}"
-    completed = subprocess.run([*command, url], capture_output=True, text=True, check=False, timeout=60)
-    return completed.returncode, json.loads(completed.stdout or completed.stderr)
+CURL = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
+
+
+def curl(*arguments: str) -> str:
+    completed = subprocess.run([*CURL, *arguments], capture_output=True, text=True, check=True, timeout=60)
+    return completed.stdout
 
 
 SPANS = {"lengths": [11], "offsets": [3], "gridThw": [1, 2, 3]}
 
 
 def test_buf_places_spans(server: str) -> None:
-    code, answer = curl(server, "PositionService/Place", {"query": {"spans": SPANS, "dense": {}}})
+    query = json.dumps({"query": {"spans": SPANS, "dense": {}}})
+    answer = json.loads(curl("--data", query, f"http://{server}/mmpos.rpc.v1.PositionService/Place"))
     dense = answer["positions"].pop("dense")
     ids = np.frombuffer(base64.b64decode(dense["data"]), "<i4").reshape(2, 11)
-    assert (code, dense["dtype"], dense["shape"]) == (0, "DATA_TYPE_INT32", ["2", "11"])
+    assert (dense["dtype"], dense["shape"]) == ("DATA_TYPE_INT32", ["2", "11"])
     assert ids.tolist() == place(SegmentTable.from_spans([11], [3], [[1, 2, 3]])).dense().tolist()
     assert answer == {"positions": {"nextPositions": ["16"], "deltas": ["5"], "cuSeqlens": [0, 11]}}
 
 
 def test_buf_lists_the_services(server: str) -> None:
-    command = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--list-services"]
-    completed = subprocess.run([*command, f"http://{server}"], capture_output=True, text=True, check=True, timeout=60)
     ours = {f"mmpos.rpc.v1.{name}Service" for name in ("Info", "Position", "Rotary", "Sequence")}
-    assert ours <= set(completed.stdout.split())
+    assert ours <= set(curl("--list-services", f"http://{server}").split())

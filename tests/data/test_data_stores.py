@@ -238,10 +238,11 @@ def test_keys_are_paths_inside_the_library_filesystem(url: str, key: str, monkey
     assert store_path("url", url)._key == key
 
 
-def test_patterns_match_files_on_an_http_server(tmp_path: Path) -> None:
+def test_patterns_match_files_on_an_http_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
     for name in ("a-0.jsonl", "a-1.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("{}")
-    handler = partial(QuietHandler, directory=str(tmp_path))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         folder = store_path("folder", f"http://127.0.0.1:{server.server_port}")
@@ -250,13 +251,6 @@ def test_patterns_match_files_on_an_http_server(tmp_path: Path) -> None:
         server.shutdown()
     assert paths == [folder / "a-0.jsonl", folder / "a-1.jsonl"]
     assert contents == [b"{}", b"{}"]
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    """Handler that logs nothing."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 def test_an_interrupted_upload_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,9 +291,9 @@ def test_errors_are_classified_independently_of_file_names(error: Exception, kin
 
 
 def _read_all(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str, object]]]:
-    found = [(location.index, record) for location, record in reader.records(start, step)]
-    assert not any(isinstance(record, RecordError) for _, record in found), found
-    return [(index, {**record, "__url__": ""}) for index, record in found if not isinstance(record, RecordError)]
+    read = [(location.index, record) for location, record in reader.records(start, step)]
+    assert not any(isinstance(record, RecordError) for _, record in read), read
+    return [(index, {**record, "__url__": ""}) for index, record in read if not isinstance(record, RecordError)]
 
 
 def test_shards_in_a_store_are_read_like_local_ones(folder: StorePath, tmp_path: Path) -> None:
@@ -365,7 +359,7 @@ def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
         summary = write_sequences(readers, folder / "ready", preprocess, on_error="skip", engine=name)
         assert (summary.counts.documents, summary.counts.skipped) == (990, 10)
         files = {path.name: path.read_bytes() for path in (folder / "ready").glob("*")}
-        rows = {name: parquet.read_table(io.BytesIO(file)) for name, file in files.items() if name.endswith("parquet")}
+        tables = [parquet.read_table(io.BytesIO(files[name])) for name in sorted(files) if name.endswith("parquet")]
         lines = [
             json.loads(line)
             for name, file in sorted(files.items())
@@ -375,5 +369,5 @@ def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
         assert [line["index"] for line in lines] == list(range(7, 1000, 100))
         assert all("image" in line["error"] for line in lines)
         reasons = [line["error"].replace(str(folder), "") for line in lines]
-        outputs[folder] = {name: table.replace_schema_metadata() for name, table in rows.items()}, reasons
+        outputs[folder] = [table.replace_schema_metadata() for table in tables], reasons
     assert outputs[here] == outputs[there]

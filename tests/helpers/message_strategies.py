@@ -131,25 +131,19 @@ def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
     return table
 
 
-@st.composite
-def views(draw: st.DrawFn) -> positions_pb2.View:
-    """Draw a view with small arguments, many of which do not fit the documents."""
-    kind = draw(st.sampled_from(["take", "window", "decode", "shard", "pad"]))
-    few = st.lists(st.integers(0, 8), min_size=2, max_size=2)
-    if kind == "take":
-        starts, lengths = sorted(draw(few)), draw(few)
-        stops = [start + length for start, length in zip(starts, lengths, strict=True)]
-        return positions_pb2.View(take=positions_pb2.Take(starts=starts, stops=stops))
-    if kind == "window":
-        window = positions_pb2.Window(documents=draw(st.just([0, 0]) | few), starts=draw(few), lengths=draw(few))
-        return positions_pb2.View(window=window)
-    if kind == "decode":
-        return positions_pb2.View(decode=positions_pb2.Decode(steps=draw(_small)))
-    if kind == "shard":
-        shard = positions_pb2.Shard(rank=draw(st.integers(0, 1)), world_size=2, layout=draw(_one_of(1, 2, 3, 4)))
-        return positions_pb2.View(shard=shard)
-    length = draw(st.none() | st.sampled_from([16, 64, 128]))
-    return positions_pb2.View(pad=positions_pb2.Pad(length=length, side=draw(_one_of(1, 2))))
+def _view(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[positions_pb2.View]:
+    return st.builds(lambda **values: positions_pb2.View(**{kind: values}), **fields)
+
+
+_few = st.lists(st.integers(0, 8), min_size=2, max_size=2)
+# Views with small arguments, many of which do not fit the documents.
+_views = st.one_of(
+    _view("take", starts=_few.map(sorted), stops=st.lists(st.integers(8, 16), min_size=2, max_size=2)),
+    _view("window", documents=st.just([0, 0]) | _few, starts=_few, lengths=_few),
+    _view("decode", steps=_small),
+    _view("shard", rank=st.integers(0, 1), world_size=st.just(2), layout=_one_of(1, 2, 3, 4)),
+    _view("pad", length=st.none() | st.sampled_from([16, 64, 128]), side=_one_of(1, 2)),
+)
 
 
 @st.composite
@@ -174,7 +168,7 @@ def places(draw: st.DrawFn) -> positions_pb2.PlaceRequest:
         query.scheme.name = draw(st.sampled_from(list(SCHEMES)))
     if draw(st.booleans()):
         query.start = draw(st.integers(-3, 1000))
-    query.views.extend(draw(st.lists(views(), max_size=2)))
+    query.views.extend(draw(st.lists(_views, max_size=2)))
     if draw(st.booleans()):
         query.dense.dtype = draw(_one_of(0, 2, 3, 7))
     return positions_pb2.PlaceRequest(query=query)

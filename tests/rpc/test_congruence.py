@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from clients import open_client
+from hostile_images import encoded
 from message_strategies import for_each, places
 from PIL import Image
 from results import assert_equal
@@ -32,19 +32,7 @@ from mmpos import (
     Video,
     place,
 )
-from mmpos.client import (
-    Client,
-    Decode,
-    Dense,
-    InputIds,
-    Pad,
-    PositionsQuery,
-    Shard,
-    Spans,
-    Take,
-    View,
-    Window,
-)
+from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
 from mmpos.rotary import Rotary, YaRN, apply_rotary
 from mmpos.rpc import beside
 from mmpos.rpc.positions import get_query
@@ -272,17 +260,12 @@ ROTATED = Image.fromarray(PHOTO)
 ROTATED.getexif()[0x0112] = 6
 
 
-def _file() -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(PHOTO).save(file, "png")
-    return file.getvalue()
-
-
+FILE = encoded(Image.fromarray(PHOTO), "png")
 PARTS: list[Any] = [
     ["A photo of ", COFFEE, " at dusk [IMG]"],
     ["é", [1, 2], Grid(2, 3), np.array([7])],
     [PHOTO, "and", torch.from_numpy(PHOTO).permute(2, 0, 1)],
-    [_file(), memoryview(_file()), PHOTO[:, :, 0], PALETTE, ROTATED, ""],
+    [FILE, memoryview(FILE), PHOTO[:, :, 0], PALETTE, ROTATED, ""],
     ["a", np.arange(40 * 30 * 4, dtype=np.uint16).reshape(40, 30, 4)],
     [ImageSize(300, 400)],
     ["a", Video([PHOTO, PHOTO[:30], COFFEE], times=[0, 0.5, 2]), "b", PHOTO],

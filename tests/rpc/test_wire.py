@@ -396,11 +396,8 @@ def test_a_message_with_half_a_surrogate_pair_is_escaped() -> None:
     assert message.message == r"name: got '\ud800', want one"
 
 
-def test_permission_denied_by_a_proxy_raises_an_unauthenticated_error() -> None:
+def test_statuses_of_proxies_and_unknown_statuses_are_service_errors() -> None:
     assert type(errors.from_status("PERMISSION_DENIED", "no")) is ServiceUnauthenticatedError
-
-
-def test_an_unknown_status_raises_a_service_error_that_names_it() -> None:
     assert str(errors.from_status("DATA_LOSS", "gone")) == "DATA_LOSS: gone"
 
 

@@ -103,24 +103,6 @@ def test_the_retry_delay_follows_the_duration_of_calls() -> None:
     assert refusal(gate.enter, "b")[1] == 0.05
 
 
-def test_a_gate_counts_correctly_across_many_threads() -> None:
-    gate, entered = Gate("slots", 8, 0.5), [0]
-
-    def work(name: str) -> None:
-        for _ in range(2000):
-            if not message(gate.enter, name):
-                entered[0] += 1
-                gate.leave(name, 1, 0.0)
-
-    threads = [threading.Thread(target=work, args=(f"{number % 3}",)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert entered[0] > 0
-    assert gate.taken == 0
-
-
 # Pools
 
 
@@ -238,13 +220,8 @@ class Transport:
 
 
 @pytest.fixture
-def log() -> io.StringIO:
-    return io.StringIO()
-
-
-@pytest.fixture
-def transit(log: io.StringIO) -> Transit:
-    return Transit(Logs("info", file=log))
+def transit() -> Transit:
+    return Transit(Logs("info", file=io.StringIO()))
 
 
 def test_a_missing_message_is_refused_and_a_call_ends_when_its_client_leaves(transit: Transit) -> None:
@@ -256,6 +233,25 @@ def test_a_missing_message_is_refused_and_a_call_ends_when_its_client_leaves(tra
     with pytest.raises(GoneError):
         transit.request(gone.messages(), gone)
     assert transit.quiet
+
+
+@pytest.mark.parametrize(("draining", "seconds"), [(False, 30.0), (True, 1.0)])
+def test_a_request_that_does_not_arrive_in_time_ends_its_call(
+    transit: Transit, clock: Clock, draining: bool, seconds: float
+) -> None:
+    transport, ended = Transport(), []
+
+    def wait() -> bytes:
+        for clock.now in (seconds - 0.1, seconds + 0.1):
+            transit.check()
+            ended.append(transport.cancelled.is_set())
+        raise grpc.RpcError
+
+    if draining:
+        transit.drain()
+    with pytest.raises(GoneError):
+        transit.request(iter(wait, b""), transport)
+    assert ended == [False, True]
 
 
 def test_an_answer_holds_bytes_until_it_is_read_or_times_out(transit: Transit, clock: Clock) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_calls import Stream, Unary, ending
+from grpc_calls import Stream, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serving import PLACE, STREAM, KeptLogs, Serve, items, query
+from serving import STREAM, KeptLogs, Serve, items, query
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
@@ -149,33 +149,6 @@ def test_every_call_in_a_burst_below_the_limits_is_answered(serve: Serve) -> Non
     assert server.place(query("echo 7"), timeout=60).positions.cu_seqlens == [7]
     server.fake.go.set()
     assert [call.code().name for call in calls] == ["OK"] * 100
-
-
-def test_a_client_below_its_limits_is_never_refused_while_other_servers_start(serve: Serve) -> None:
-    server, done, lost, answered = serve(), threading.Event(), list[BaseException](), [0, 0]
-
-    def ask(number: int) -> None:
-        while not done.is_set():
-            try:
-                with grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-                    place: Unary = channel.unary_unary(PLACE)
-                    for _ in range(5):
-                        place(query("echo 1"), timeout=60)
-                        answered[number] += 1
-            except BaseException as error:
-                lost.append(error)
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    assert eventually(lambda: all(answered))
-    for _ in range(20):
-        other = serve()
-        assert [call.result(60) for call in [other.place.future(query("echo 1")) for _ in range(20)]]
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert lost == []
 
 
 # Deadlines and cancellation

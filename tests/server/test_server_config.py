@@ -39,16 +39,12 @@ def test_the_embedded_file_lists_the_defaults() -> None:
     assert (written.scheme, written.tokenizer) == ("rope-tie", "bytes")
     assert Markers(**written.markers) == Markers()
     assert written.images == {"patch_size": 14, "spatial_merge_size": 2}
-
-
-def test_the_default_profile_places_with_rope_tie_and_reads_images_with_pillow() -> None:
-    profile = Profiles.from_config(load(None)).get(None)
+    profile = Profiles.from_config(config).get(None)
     images = profile.builder.images
     assert images is not None
-    assert profile.name == "default"
     assert profile.builder == SequenceBuilder(images=images, scheme="rope-tie", markers=Markers())
     assert (images.backend, images.patch_size, images.spatial_merge_size) == ("pillow", 14, 2)
-    assert profile.rotary == Rotary(head_dim=128)
+    assert (profile.name, profile.rotary) == ("default", Rotary(head_dim=128))
 
 
 def test_a_file_changes_only_the_settings_that_it_names(file: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -213,44 +214,43 @@ def test_a_stream_with_a_malformed_first_item_frees_the_memory_of_the_other_item
 # Floods
 
 
-def reset(connection: Connection, chance: Iterator[bool]) -> None:
+def reset(connection: Connection) -> None:
     """Begin a call, with or without its request, and reset its stream."""
     stream = connection.call(PLACE)
-    if next(chance):
+    if random.random() < 0.5:
         connection.send(stream, REQUEST, wait=False)
     connection.h2.reset_stream(stream)
 
 
-def trailed(connection: Connection, chance: Iterator[bool]) -> None:
+def trailed(connection: Connection) -> None:
     """Send a request that ends with headers."""
     stream = connection.call(PLACE)
     connection.send(stream, REQUEST, end=False, wait=False)
     connection.h2.send_headers(stream, [(b"x-trailer", b"1")], end_stream=True)
 
 
-def doubled(connection: Connection, chance: Iterator[bool]) -> None:
+def doubled(connection: Connection) -> None:
     """Begin a call with two paths."""
     connection.call(PLACE, (b":path", PLACE.encode()))
 
 
-def silent(connection: Connection, chance: Iterator[bool]) -> None:
+def silent(connection: Connection) -> None:
     """Begin a call and send nothing more."""
     connection.call(PLACE)
 
 
 @pytest.mark.parametrize("attack", [reset, trailed, doubled, silent])
 def test_a_flood_from_one_client_fails_no_call_from_another_and_leaves_no_slot_taken(
-    serve: Serve, attack: Callable[[Connection, Iterator[bool]], None]
+    serve: Serve, attack: Callable[[Connection], None]
 ) -> None:
     server, done = serve(), threading.Event()
 
     def flood() -> None:
-        chance = iter(lambda: time.monotonic_ns() % 2 == 0, None)
         while not done.is_set():
             try:
                 with Connection(server.address, source="127.0.0.2") as connection:
                     for _ in range(200):
-                        attack(connection, chance)
+                        attack(connection)
                     connection.flush()
                     connection.statuses(1, 0.05)
             except (OSError, ConnectionError):

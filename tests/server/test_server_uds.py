@@ -125,24 +125,13 @@ def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypat
     assert mistake(path) == f"uds: got {path} (Permission denied), want a path to listen on"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--uds", "s", "--workers", "2"],
-            "--uds cannot be combined with 2 workers: processes cannot share a unix socket",
-        ),
-        (
-            ["--uds", "s", "--tls-cert", "c", "--tls-key", "k"],
-            "tls-cert requires --port: a unix socket is never encrypted",
-        ),
-    ],
-)
-def test_contradictory_flags_are_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert capsys.readouterr() == ("", f"mmpos_server: error: {message}\n")
+def test_contradictory_flags_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--workers", "2"], "--uds cannot be combined with 2 workers: processes cannot share a unix socket"),
+        (["--tls-cert", "c", "--tls-key", "k"], "tls-cert requires --port: a unix socket is never encrypted"),
+    ):
+        assert main(["--uds", "s", *arguments]) == 2
+        assert capsys.readouterr() == ("", f"mmpos_server: error: {message}\n")
 
 
 @pytest.mark.slow

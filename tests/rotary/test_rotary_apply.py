@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +29,7 @@ from rotary_oracle import (
     rotated,
     table_of,
 )
-from tolerance import ARITHMETIC, EXACT, FREQUENCY, assert_within, cos_sin, printed, unit
+from tolerance import ARITHMETIC, EXACT, FREQUENCY, assert_within, cos_sin
 from torch import Tensor
 
 import mmpos
@@ -137,20 +136,6 @@ def test_partial_rotation_keeps_the_other_channels() -> None:
     assert bits(out[..., :12]) == bits(rotated_part)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_yarn_scales_cos_and_sin(dtype: torch.dtype) -> None:
-    rotary = Rotary(128, theta=1e6, scaling=YaRN(4.0, 32768))
-    assert rotary.attention_factor == printed("1.138629")
-    table = packed("rope-tie-fractional", 40_000)
-    q = heads(32, 1, 128, dtype)
-    assert_rotated(one(q, table, rotary), q, table, rotary)
-    partial = Rotary(20, rotary_dim=12, scaling=YaRN(4.0, 32768))
-    q = heads(32, 1, 20, dtype)
-    out = one(q, table, partial)
-    assert_rotated(out, q, table, partial)
-    assert bits(out[..., 12:]) == bits(q[..., 12:])
-
-
 @pytest.mark.parametrize("axes", [1, 2, 3, 4])
 def test_hf_precision_rotates_by_float32_angles(axes: int) -> None:
     rotary = Rotary(24, axes=axes, precision="hf")
@@ -176,18 +161,6 @@ def test_text_is_rotated_bit_for_bit_as_by_rope_1d(name: str, pairing: Any) -> N
     text = placed([Text(40)], scheme, 5_000_000)
     rope_1d = torch.arange(5_000_000, 5_000_040)[None]
     assert bits(one(q, text, rotary)) == bits(one(q, rope_1d, flat))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_conjugate_inverts_a_rotation(pairing: Any, dtype: torch.dtype) -> None:
-    rotary = Rotary(20, rotary_dim=16, pairing=pairing)
-    table = packed("rope-tie-v2")
-    q = heads(32, 2, 20, dtype)
-    assert_rotated(one(q, table, rotary, conjugate=True), q, table, rotary, conjugate=True)
-    restored = one(one(q, table, rotary), table, rotary, conjugate=True)
-    # Each rotation's error relative to the length of a pair: the arithmetic, and one rounding of both channels.
-    assert_within(restored, q, 2 * (ARITHMETIC + unit(dtype)) * math.sqrt(2) * float(q.abs().max()))
 
 
 # Layouts, views and sizes.

@@ -66,29 +66,20 @@ def column(values: Sequence[Fraction | int]) -> Ids:
 
 
 @pytest.mark.parametrize("theta", THETAS)
-@pytest.mark.parametrize("kind", ["integers", "fractions"])
+@pytest.mark.parametrize("kind", ["integers", "fractions", "float64"])
 def test_exact_cos_and_sin_are_within_2e_7_for_every_id(theta: float, kind: str) -> None:
-    rotary = Rotary(128, theta=theta, axes=1)
-    seed = int(theta)
-    ids: Ids
-    if kind == "integers":
-        ids = column([*EDGES, *random_ids(120, seed)])
-        positions = torch.tensor(ids, dtype=torch.int32).T
-        cos, sin = mmpos.rotary.cos_sin(rotary, positions)
-    else:
+    rotary, seed = Rotary(128, theta=theta, axes=1), int(theta)
+    if kind == "fractions":
         ids = column([*FRACTIONS, *random_fractions(120, seed)])
-        cos, sin = mmpos.rotary.cos_sin(rotary, table_of(ids))
-        cos, sin = cos[0], sin[0]  # one document forms a batch of one
+        cos, sin = (table[0] for table in mmpos.rotary.cos_sin(rotary, table_of(ids)))  # one document, a batch of one
+    else:
+        halves = [Fraction(n % 4, 4) if kind == "float64" else 0 for n in range(120)]
+        ids = column([*EDGES, *(sum(pair) for pair in zip(random_ids(120, seed), halves, strict=True))])
+        dtype = torch.float64 if kind == "float64" else torch.int32
+        positions = torch.tensor([[float(value) for [value] in ids]], dtype=torch.float64).to(dtype)
+        cos, sin = mmpos.rotary.cos_sin(rotary, positions)
     assert (cos.dtype, sin.dtype, cos.shape) == (torch.float32, torch.float32, (len(ids), 64))
     truth = phases(ids, rotary)
-    assert_within((cos, sin), (np.cos(truth), np.sin(truth)), EXACT)
-
-
-def test_exact_cos_and_sin_are_within_the_bound_for_float64_ids() -> None:
-    rotary = Rotary(128, axes=1)
-    ids = [float(value) + half for value, half in zip(random_ids(60, 1), [0.0, 0.5, 0.25] * 20, strict=True)]
-    cos, sin = mmpos.rotary.cos_sin(rotary, torch.tensor([ids], dtype=torch.float64))
-    truth = phases([[Fraction(value)] for value in ids], rotary)
     assert_within((cos, sin), (np.cos(truth), np.sin(truth)), EXACT)
 
 

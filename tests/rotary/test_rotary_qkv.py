@@ -86,7 +86,8 @@ class Operations(TorchDispatchMode):
 def test_a_rotation_runs_one_operator_besides_views_and_copies_nothing(gate: bool) -> None:
     qkv, positions = packed_qkv(gate), DevicePositions.from_table(TABLE, DEVICE)
     q, k, v, _ = split_qkv(qkv, gate=gate, **HEADS)
-    cache = Cache(*torch.zeros(2, 16, 2, 12, device=DEVICE), torch.arange(13, device=DEVICE))
+    keys, values = torch.zeros(2, 16, 2, 12, device=DEVICE)
+    cache = Cache(keys, values, torch.arange(13, device=DEVICE))
     calls: dict[str, Callable[[], Any]] = {
         "rotate": lambda: apply_rotary(q, k, positions, ROTARY),
         "rotate_": lambda: apply_rotary(q, k, positions, ROTARY, inplace=True),

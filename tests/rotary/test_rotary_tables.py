@@ -54,8 +54,9 @@ def normal(*shape: int) -> Tensor:
 
 
 def bshd(positions: PositionTable, head_dim: int = 16) -> Tensor:
-    """Return q for a table whose documents have equal lengths."""
-    return normal(positions.num_documents, positions.max_seqlen, 3, head_dim)
+    """Return q: a row for each document if all have the same length, else one row."""
+    rows = positions.num_documents if positions is EQUAL else 1
+    return normal(rows, positions.num_tokens // rows, 3, head_dim)
 
 
 @pytest.mark.parametrize(
@@ -110,16 +111,15 @@ def test_a_table_device_positions_and_dense_ids_give_the_same_bits(positions: Po
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 @pytest.mark.parametrize("scaling", [None, YaRN(4.0, 64)], ids=["plain", "yarn"])
-def test_transformers_formula_with_our_cos_and_sin_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
+@pytest.mark.parametrize("positions", [EQUAL, PACKED, HALVES], ids=["equal", "packed", "halves"])
+def test_transformers_formula_with_our_cos_and_sin_reproduces_our_rotation(
+    positions: PositionTable, pairing: Any, scaling: Any
+) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing, scaling=scaling)
-    q = bshd(EQUAL)
-    cos, sin = mmpos.rotary.cos_sin(rotary, EQUAL, layout="transformers")
-    expected, _ = apply_rotary(q, None, EQUAL, rotary)
+    q = bshd(positions)
+    cos, sin = mmpos.rotary.cos_sin(rotary, positions, layout="transformers")
+    expected, _ = apply_rotary(q, None, positions, rotary)
     assert_within(rotated_by(q, cos[:, :, None], sin[:, :, None], pairing), expected, rotations(expected))
-    bhsd = q.transpose(1, 2)
-    got = rotated_by(bhsd, cos[:, None], sin[:, None], pairing)
-    expected, _ = apply_rotary(bhsd, None, EQUAL, rotary, layout="bhsd")
-    assert_within(got, expected, rotations(expected))
 
 
 @pytest.mark.slow
@@ -146,16 +146,6 @@ def test_functions_in_transformers_accept_our_cos_and_sin(model: str, pairing: A
     assert_within(got.transpose(1, 2), expected, rotations(expected))
 
 
-@pytest.mark.parametrize("positions", [PACKED, HALVES], ids=["packed", "halves"])
-def test_transformers_formula_accepts_a_packed_batch_as_one_row(positions: PositionTable) -> None:
-    rotary = Rotary(head_dim=16)
-    q = normal(1, positions.num_tokens, 3, 16)
-    cos, sin = mmpos.rotary.cos_sin(rotary, positions, layout="transformers")
-    got = rotated_by(q, cos[:, :, None], sin[:, :, None], "half")
-    expected, _ = apply_rotary(q[0], None, positions, rotary)
-    assert_within(got[0], expected, rotations(expected))
-
-
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 def test_torchtitans_rope_cache_is_cos_then_sin_or_complex(pairing: Any) -> None:
     rotary, q = Rotary(head_dim=16, pairing=pairing), bshd(EQUAL)
@@ -171,23 +161,16 @@ def test_torchtitans_rope_cache_is_cos_then_sin_or_complex(pairing: Any) -> None
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 @pytest.mark.parametrize("scaling", [None, YaRN(4.0, 64)], ids=["plain", "yarn"])
-def test_megatrons_formula_with_our_angles_reproduces_our_rotation(pairing: Any, scaling: Any) -> None:
-    rotary = Rotary(head_dim=16, pairing=pairing, scaling=scaling)
-    q = bshd(EQUAL)
-    freqs, mscale = mmpos.rotary.angles(rotary, EQUAL), rotary.attention_factor
-    t = q.transpose(0, 1)
-    got = rotated_by(t, freqs.cos() * mscale, freqs.sin() * mscale, pairing)
-    expected, _ = apply_rotary(q, None, EQUAL, rotary)
+@pytest.mark.parametrize("positions", [EQUAL, PACKED, HALVES], ids=["equal", "packed", "halves"])
+def test_megatrons_formula_with_our_angles_reproduces_our_rotation(
+    positions: PositionTable, pairing: Any, scaling: Any
+) -> None:
+    rotary = Rotary(head_dim=16, rotary_dim=12, pairing=pairing, scaling=scaling)
+    q = bshd(positions)
+    freqs, mscale = mmpos.rotary.angles(rotary, positions), rotary.attention_factor
+    got = rotated_by(q.transpose(0, 1), freqs.cos() * mscale, freqs.sin() * mscale, pairing)
+    expected, _ = apply_rotary(q, None, positions, rotary)
     assert_within(got.transpose(0, 1), expected, rotations(expected, OF_ANGLES))
-
-
-def test_megatrons_formula_accepts_packed_tokens() -> None:
-    rotary = Rotary(head_dim=16, rotary_dim=12)
-    q = normal(15, 3, 16)
-    freqs = mmpos.rotary.angles(rotary, PACKED)
-    got = rotated_by(q.unsqueeze(1), freqs.cos(), freqs.sin(), "half").squeeze(1)
-    expected, _ = apply_rotary(q, None, PACKED, rotary)
-    assert_within(got, expected, rotations(expected, OF_ANGLES))
 
 
 def test_the_attention_factor_is_applied_to_cos_and_sin_but_not_to_angles() -> None:

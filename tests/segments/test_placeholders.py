@@ -156,6 +156,9 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "video_grid_thw[0]: got a clip at document 0, token 1, want two markers before it and two after it": (
         [1, VIDEO, AUDIO, 2, 2], None, {"video_grid_thw": [[1, 1, 1]], "placeholders": AUDIO_TOO},
     ),
+    "video_grid_thw[0]: got a clip at document 0, token 2, want two markers before it and two after it": (
+        [1, 1, VIDEO, AUDIO, 2], None, {"video_grid_thw": [[1, 1, 1]], "placeholders": AUDIO_TOO},
+    ),
     "video_grid_thw[0]: got a run of 2 placeholders and of audio at document 0, token 2, want 1 placeholders for one "
     "video": (
         [1, 1, VIDEO, AUDIO, VIDEO, 2, 2], None, {"video_grid_thw": [[1, 1, 1]] * 2, "placeholders": AUDIO_TOO},
@@ -327,6 +330,7 @@ def test_crops_include_their_markers_and_the_newlines_after_them() -> None:
     assert fields(got) == fields(SegmentTable.from_documents([want]))
 
 
+@pytest.mark.usefixtures("way")
 def test_crops_exclude_newlines_in_the_next_document_and_in_padding() -> None:
     ids = [BEGIN, IMAGE, END, NEWLINE]
     packed = SegmentTable.from_input_ids([*ids, 0], CROPS, [[1, 1, 1]], cu_seqlens=[0, 3, 5])

@@ -139,61 +139,34 @@ def test_padding_has_id_zero_and_does_not_shift_other_ids() -> None:
     assert positions.deltas.tolist() == [8 - 5 - 5]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "offsets", "grid_thw", "documents", "message"),
-    [
-        ([5], [0, 2], [], None, "grid_thw: got shape (0,), want (2, 3)"),
-        ([5], [0], [[1, 2]], None, "grid_thw: got shape (1, 2), want (1, 3)"),
-        ([5], [0], [[1.0, 1.0, 1.0]], None, "grid_thw: got dtype float64, want integers"),
-        ([5], [0], [[1, 0, 1]], None, "grid_thw[0, 1]: got 0, want >= 1"),
-        ([5], [-1], [[1, 1, 1]], None, "offsets[0]: got -1, want >= 0"),
-        ([5, 0], [0], [[1, 1, 1]], [0], "lengths[1]: got 0, want >= 1"),
-        (5, [], [], None, "lengths: got shape (), want (n,)"),
-        (
-            [5, 5],
-            [0],
-            [[1, 1, 1]],
-            None,
-            "documents: got None, want the document of each span, since there are 2 lengths",
-        ),
-        ([5, 5], [0], [[1, 1, 1]], [2], "documents[0]: got 2, want <= 1"),
-        ([5, 5], [0, 0], [[1, 1, 1]] * 2, [1, 0], "documents[1]: got 0 after 1, want ascending indices"),
-        (
-            [9],
-            [0, 3],
-            [[1, 2, 2]] * 2,
-            None,
-            "offsets[1]: got 3 in document 0, want >= 4, the end of the span before it",
-        ),
-        (
-            [9],
-            [6],
-            [[1, 2, 2]],
-            None,
-            "offsets[0]: the span of 4 tokens ends at 10, want <= 9, the length of document 0",
-        ),
-    ],
-)
-def test_invalid_spans_are_refused(
-    lengths: object, offsets: object, grid_thw: object, documents: object, message: str
-) -> None:
-    with pytest.raises(InvalidInputError) as error:
-        SegmentTable.from_spans(lengths, offsets, grid_thw, documents)  # type: ignore[arg-type]
-    assert str(error.value) == message
+ONE, SQUARE = [[1, 1, 1]], [[1, 2, 2]]
+
+# Error messages, and the lengths, offsets, grids and other arguments that cause them.
+REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "grid_thw: got shape (0,), want (2, 3)": ([5], [0, 2], [], {}),
+    "grid_thw: got shape (1, 2), want (1, 3)": ([5], [0], [[1, 2]], {}),
+    "grid_thw: got dtype float64, want integers": ([5], [0], [[1.0, 1.0, 1.0]], {}),
+    "grid_thw[0, 1]: got 0, want >= 1": ([5], [0], [[1, 0, 1]], {}),
+    "offsets[0]: got -1, want >= 0": ([5], [-1], ONE, {}),
+    "lengths[1]: got 0, want >= 1": ([5, 0], [0], ONE, {"documents": [0]}),
+    "lengths: got shape (), want (n,)": (5, [], [], {}),
+    "documents: got None, want the document of each span, since there are 2 lengths": ([5, 5], [0], ONE, {}),
+    "documents[0]: got 2, want <= 1": ([5, 5], [0], ONE, {"documents": [2]}),
+    "documents[1]: got 0 after 1, want ascending indices": ([5, 5], [0, 0], ONE * 2, {"documents": [1, 0]}),
+    "offsets[1]: got 3 in document 0, want >= 4, the end of the span before it": ([9], [0, 3], SQUARE * 2, {}),
+    "offsets[0]: the span of 4 tokens ends at 10, want <= 9, the length of document 0": ([9], [6], SQUARE, {}),
+    "seconds_per_frame: got 0 values, want 1, one per span": ([5], [0], ONE, {"seconds_per_frame": []}),
+    "seconds_per_frame: got 2 values, want 1, one per span": ([5], [0], ONE, {"seconds_per_frame": [1, 2]}),
+    "seconds_per_frame[0]: got 0, want > 0 (a float: >= 1e-06)": ([5], [0], ONE, {"seconds_per_frame": [0]}),
+    "seconds_per_frame: got 1.5, want a list of seconds": ([5], [0], ONE, {"seconds_per_frame": 1.5}),
+}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "message"),
-    [
-        ([], "seconds_per_frame: got 0 values, want 1, one per span"),
-        ([1, 2], "seconds_per_frame: got 2 values, want 1, one per span"),
-        ([0], "seconds_per_frame[0]: got 0, want > 0 (a float: >= 1e-06)"),
-        (1.5, "seconds_per_frame: got 1.5, want a list of seconds"),
-    ],
-)
-def test_invalid_seconds_in_spans_are_refused(seconds: list[float], message: str) -> None:
+@pytest.mark.parametrize("message", REFUSED)
+def test_invalid_spans_are_refused(message: str) -> None:
+    lengths, offsets, grid_thw, options = REFUSED[message]
     with pytest.raises(InvalidInputError) as error:
-        SegmentTable.from_spans([5], [0], [[1, 1, 1]], seconds_per_frame=seconds)
+        SegmentTable.from_spans(lengths, offsets, grid_thw, **options)
     assert str(error.value) == message
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mmpos.data.readers import Reader
     from mmpos.sequence.builder import SequenceBuilder
 
-FORMATS = ("obelics", "mmc4", "chat", "llava", "hf", "pairs")
+FORMATS = ("obelics", "mmc4", "chat", "llava", "finevision", "hf", "pairs", "tar-documents")
 
 _PAUSE = 5.0  # seconds between two progress lines
 _COUNTED = 16  # number of shards whose records are counted
@@ -59,7 +59,7 @@ class RecordFlags:
     def preprocess(self, builder: SequenceBuilder) -> Preprocess:
         """Return the callable that reads a record and builds its sequence."""
         from mmpos.data.examples import Preprocess
-        from mmpos.data.formats import FORMATS, Chat, ChatTemplate, LLaVA
+        from mmpos.data.formats import FORMATS, ChatTemplate
         from mmpos.data.formats.images import Images
 
         name = self.format_name
@@ -70,7 +70,7 @@ class RecordFlags:
             raise InvalidInputError(f"--images-from: got {str(self.images_from)!r}, want a folder")
         records = FORMATS[name](images=Images(self.images_from))
         own = getattr(builder.tokenizer, "inner", None)
-        if isinstance(records, Chat | LLaVA) and getattr(own, "chat_template", None) is None:
+        if hasattr(records, "template") and getattr(own, "chat_template", None) is None:
             records = replace(records, template=ChatTemplate())
         return Preprocess(records, builder)
 

@@ -18,6 +18,7 @@ from mmpos.data import SequenceShard
 PHOTOS = Path(__file__).parents[2] / "mmpos/photos"
 CONTENT = [{"type": "image", "image": "coffee.jpg"}, {"type": "text", "text": "What is this?"}]
 CHAT = [{"role": "user", "content": CONTENT}, {"role": "assistant", "content": "A cup of coffee."}]
+BESIDE = [{"role": "user", "content": "<image>What is this?"}, CHAT[1]]
 
 
 @pytest.fixture
@@ -36,9 +37,11 @@ def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.parametrize("record", [{"messages": CHAT}, {"messages": BESIDE, "images": ["coffee.jpg"]}])
 def test_preprocessing_with_a_model_folder_matches_the_model_processor(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    record: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("chat.jsonl").write_text(json.dumps(record))
     assert run(capsys, "--image-option", "backend=pillow").startswith("1/1 shard ")
     (example,) = SequenceShard("out/chat.parquet").examples()
     processor = processor_of("qwen2_vl")
@@ -51,6 +54,18 @@ def test_preprocessing_with_a_model_folder_matches_the_model_processor(
     assert example.sequence.positions.scheme == "mrope-transformers"
     assert example.sequence.patches is not None
     assert np.flatnonzero(example.labels >= 0)[0] > example.sequence.image_spans[0, 1]
+
+
+def test_images_beside_messages_that_cannot_be_placed_stop_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for column, message in (
+        ({"images": ["no.jpg"]}, f"images[0]: got the path 'no.jpg', want a file that exists inside {PHOTOS}"),
+        ({"images": []}, "images: got 0 items, want 1, one for each <image> and each image part without data"),
+        ({"images": ["coffee.jpg"], "videos": ["a.mp4"]}, "videos: got 1 item, want 0, one for each <video> and "),
+    ):
+        Path("chat.jsonl").write_text(json.dumps({"messages": BESIDE, **column}))
+        assert f"mmpos: error: chat.jsonl[0]: {message}" in run(capsys)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import base64
 import io
 import json
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from fractions import Fraction
 from importlib import resources
 from pathlib import Path
@@ -28,10 +30,12 @@ from mmpos.data.formats import (
     MMC4,
     Chat,
     ChatTemplate,
+    FineVision,
     HFImages,
     LLaVA,
     Obelics,
     Pairs,
+    TarDocuments,
     Turn,
 )
 from mmpos.data.formats.images import Images
@@ -44,6 +48,7 @@ COFFEE, CAT = ((PHOTOS / name).read_bytes() for name in ("coffee.jpg", "chelsea.
 LOCAL = Images(PHOTOS)
 PNG_BASE64 = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 PNG = base64.b64decode(PNG_BASE64)
+TALKS = ("chat", "llava", "finevision")
 PNG_URL = f"data:image/png;base64,{PNG_BASE64}"
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", min_pixels=28 * 28, max_pixels=64 * 28 * 28))
 
@@ -55,7 +60,7 @@ def pieces(document: Document) -> list[Any]:
 
 def plain(name: str, **options: Any) -> Any:
     """Create a format by name, with a plain-text template for conversations."""
-    return FORMATS[name](**options | ({"template": ChatTemplate()} if name in ("chat", "llava") else {}))
+    return FORMATS[name](**options | ({"template": ChatTemplate()} if name in TALKS else {}))
 
 
 def refusal(read: Callable[..., Any], record: object) -> str:
@@ -181,7 +186,7 @@ def unavailable(_: object) -> bytes:
     [
         (Obelics(Images(fetcher=unavailable)), {"images": ["http://host/a"], "texts": [None]}),
         (Obelics(Images(resolver=unavailable)), {"images": ["a"], "texts": [None]}),
-        (Chat(media=unavailable), {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}),
+        (Chat(media=unavailable), {"messages": [{"role": "user", "content": [{"type": "audio", "url": "a"}]}]}),
     ],
 )
 def test_an_unavailable_service_is_not_a_record_error(read: Format, record: dict[str, Any]) -> None:
@@ -231,7 +236,7 @@ def test_invalid_options_are_refused() -> None:
             Images(**option)
     wrong: list[tuple[type, dict[str, Any]]] = [
         *((FORMATS[name], {"images": "folder"}) for name in FORMATS),
-        *((FORMATS[name], {"template": "plain"}) for name in ("chat", "llava")),
+        *((FORMATS[name], {"template": "plain"}) for name in TALKS),
         (Chat, {"media": 5}),
         (ChatTemplate, {"user": ("a", "b")}),
         (Turn, {"before": 5, "after": ""}),
@@ -303,7 +308,7 @@ def test_obelics_merges_parallel_lists_of_images_and_texts() -> None:
         "images": [None, PNG_URL, None, None, "coffee.jpg"],
         "texts": ["A dot:", None, "One paragraph.", "And one.", None],
         "metadata": '[null, {"src": "dot.png"}, null, null, null]',
-        "general_metadata": '{"url": "somewhere"}',
+        "general_metadata": "not used",
     }
     document = Obelics(LOCAL)(record, HERE)
     assert document.key == "shard-3.jsonl[17]"
@@ -384,12 +389,9 @@ def test_chat_accepts_image_parts_as_in_transformers() -> None:
     assert images[:4] == [PNG, PNG, PHOTOS / "coffee.jpg", PNG]
     assert images[4] is pixels
     assert images[5:] == [PNG]
-    want = "want one of image, url, path, base64"
-    for block, got in (({}, "none"), ({"url": "a", "path": "b"}, "url and path")):
-        assert (
-            refusal(Chat(), user_turn({"type": "image", **block}))
-            == f"shard-3.jsonl[17]: messages[0].content[0]: got {got}, {want}"
-        )
+    two = user_turn({"type": "image", "url": "a", "path": "b"})
+    want = "got url and path, want one of image, url, path, base64"
+    assert refusal(Chat(), two) == f"shard-3.jsonl[17]: messages[0].content[0]: {want}"
 
 
 def user_turn(*parts: object) -> dict[str, Any]:
@@ -409,7 +411,6 @@ def test_chat_accepts_videos_as_lists_of_frames() -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"video": []}, "video: got [], want at least one frame"),
         ({"video": [PNG]}, "fps: got nothing, want a finite number"),
         ({"video": [PNG], "fps": 0}, "fps: got 0, want frames per second above 0"),
     ],
@@ -548,7 +549,7 @@ def changed(record: Mapping[str, object], path: tuple[str | int, ...], value: ob
     return copy
 
 
-OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "[{}, null]", "general_metadata": "{}"}
+OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None]}
 
 
 @pytest.mark.parametrize(
@@ -562,13 +563,6 @@ OBELICS_RECORD = {"images": [None, PNG_URL], "texts": ["a", None], "metadata": "
         (Obelics(), {"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
         (Obelics(), {"images": [None], "texts": [None]}, "images[0], texts[0]: got neither, want one of them"),
         (Obelics(), {"images": ["a"], "texts": ["b"]}, "images[0], texts[0]: got both, want one of them"),
-        (Obelics(), changed(OBELICS_RECORD, ("metadata",), []), "metadata: got [], want a list as JSON text"),
-        (Obelics(), changed(OBELICS_RECORD, ("metadata",), "[1]"), "metadata: got 1 items, want 2 as in images"),
-        (
-            Obelics(),
-            changed(OBELICS_RECORD, ("general_metadata",), "3"),
-            "general_metadata: got 3, want an object as JSON text",
-        ),
         (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column with this name"),
         (HFImages(), {"image": None}, "text: got columns ['image'], want a column with this name"),
         (HFImages(), {"image": None, "text": None}, "image, text: got no image and no text, want at least one"),
@@ -582,8 +576,8 @@ def test_format_errors_name_the_record_field_and_value(read: Format, record: obj
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "1" * 5000])
 def test_invalid_json_is_refused(text: str) -> None:
-    message = refusal(Obelics(), changed(OBELICS_RECORD, ("metadata",), text))
-    assert message.startswith("shard-3.jsonl[17]: metadata: got '")
+    message = refusal(Pairs(), {"jpg": PNG, "json": text})
+    assert message.startswith("shard-3.jsonl[17]: json: got '")
     assert "which is not JSON (" in message
 
 
@@ -615,21 +609,24 @@ KINDS = (
     "want one of text, refusal, input_text, output_text, image, image_url, input_image, video, video_url, audio, "
     "audio_url, input_audio"
 )
-UNREAD = "want Chat(media=…), which reads such parts, or a video as a list of frames"
+UNREAD = "want Chat(media=…), which reads video and audio, or a video as a list of frames"
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("messages",), [], "messages: got [], want at least one message"),
+        (("messages",), [], "messages: got none, want at least one turn"),
         (("messages", 0, "role"), "bot", f"messages[0].role: got 'bot', {ROLES}"),
         (("messages", 3, "content"), None, "messages[3].content: got nothing, want text or a list of parts"),
         ((*PARTS, 0, "text"), None, "messages[1].content[0].text: got nothing, want text"),
         ((*PARTS, 0, "type"), "file", f"messages[1].content[0].type: got 'file', {KINDS}"),
-        ((*PARTS, 0, "type"), "input_audio", f"messages[1].content[0].type: got 'input_audio', {UNREAD}"),
-        ((*PARTS, 0, "type"), "video", f"messages[1].content[0].type: got 'video', {UNREAD}"),
+        ((*PARTS, 0, "type"), "input_audio", f"messages[1].content[0]: got input_audio, {UNREAD}"),
+        ((*PARTS, 0), {"type": "video", "url": "a.mp4"}, f"messages[1].content[0]: got video, {UNREAD}"),
         ((*PARTS, 1, "image_url", "url"), 5, f"messages[1].content[1].image_url.url: got 5, {NO_REFERENCE}"),
-        ((*TURN, "tool_calls"), [1], "messages[2].tool_calls: got [1], want no tool calls, only content"),
+        *(((*TURN, name), [1], f"messages[2].{name}: got [1], want none, since Chat does not read it")
+          for name in ("tool_calls", "function_call", "reasoning_content", "thinking")),
+        *(((name,), "a", f"{name}: got 'a', want none, since Chat does not read it")
+          for name in ("tools", "functions", "system", "objects")),
     ],
 )  # fmt: skip
 def test_invalid_chats_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
@@ -641,7 +638,7 @@ def test_a_chat_without_text_is_empty() -> None:
     assert refusal(silent, user_turn()) == "shard-3.jsonl[17]: messages: got no image and no text, want at least one"
 
 
-NUMBER = "the number of references in image"
+EACH = "one for each <image> and each image part without data"
 LLAVA_RECORD = {
     "image": "coffee.jpg",
     "conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "Coffee."}],
@@ -651,12 +648,12 @@ LLAVA_RECORD = {
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("conversations",), [], "conversations: got [], want at least one turn"),
+        (("conversations",), [], "conversations: got none, want at least one turn"),
         (("conversations", 0, "from"), "user", "conversations[0].from: got 'user', want one of human, gpt, system"),
-        (("conversations", 0, "value"), "What?", f"conversations: got 0 of <image>, want 1, {NUMBER}"),
-        (("conversations", 1, "value"), "<image>", f"conversations: got 2 of <image>, want 1, {NUMBER}"),
-        (("image",), None, f"conversations: got 1 of <image>, want 0, {NUMBER}"),
-        (("image",), ["a", "b"], f"conversations: got 1 of <image>, want 2, {NUMBER}"),
+        (("conversations", 1, "value"), "<image>", f"image: got 1 item, want 2, {EACH}"),
+        (("image",), None, f"images: got 0 items, want 1, {EACH}"),
+        (("image",), ["a", "b"], f"image: got 2 items, want 1, {EACH}"),
+        (("images",), ["a"], "image: got 'coffee.jpg', want nothing beside images"),
     ],
 )  # fmt: skip
 def test_invalid_llava_records_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
@@ -680,16 +677,160 @@ def test_invalid_pairs_are_refused(members: dict[str, object], message: str) -> 
     assert error.startswith(f"000017 (shard-3.jsonl[17]): {message}")
 
 
-# All formats
-
 RECORDS: dict[str, dict[str, Any]] = {
     "obelics": OBELICS_RECORD,
     "mmc4": changed(MMC4_RECORD, ("image_info", 2, "image_name"), "chelsea.jpg"),
     "chat": CHAT_RECORD,
     "llava": LLAVA_RECORD,
+    "finevision": {"images": [struct(CAT)], "texts": [{"user": "What?", "assistant": "A cat."}]},
     "hf": {"image": struct(CAT), "text": "a cat"},
     "pairs": {"__key__": "17", "jpg": CAT, "txt": "a cat"},
+    "tar-documents": {"json": {"images": ["a.jpg", None], "texts": [None, "a cat"]}, "a.jpg": CAT},
 }
+
+# Media beside the records
+
+
+def talk(*turns: str, **columns: object) -> dict[str, Any]:
+    """Return a record of a chat that begins with the user."""
+    roles = ("user", "assistant") * len(turns)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)], **columns}
+
+
+def test_the_nth_placeholder_stands_for_the_nth_entry() -> None:
+    chat = talk("A <image>B<image>\n", "C", "<video>D<audio><image>", images=["coffee.jpg", PNG, struct(CAT)])
+    chat |= {"videos": "video", "audios": [{"tokens": 7}]}
+    read = Chat(images=LOCAL, media=lambda part: Grid(1, 2, frames=2) if part["type"] == "video" else Audio(7))
+    (coffee, video) = ((PHOTOS / "coffee.jpg",), (Grid(1, 2, frames=2),))
+    assert pieces(read(chat, HERE)) == [
+        ("User:\nA ",), coffee, ("B",), (PNG,), ("\n\n\nAssistant:\n",), "C\n\n",
+        ("User:\n",), video, ("D",), (Audio(7),), (CAT,), ("\n\n",),
+    ]  # fmt: skip
+
+
+WHO = {"type": "text", "text": "Who?"}
+TRL = [{"type": "image", "text": None, "index": i} for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("read", "record", "want"),
+    [
+        (Chat(), talk("What?", images=[PNG]), [PNG, "What?"]),
+        (Chat(), talk("What?", image=PNG, images=[], videos=None, audios=[None]), [PNG, "What?"]),
+        (Chat(), user_turn(*TRL, WHO) | {"images": [PNG, struct(CAT)]}, [PNG, CAT, "Who?"]),
+        (LLaVA(), {"conversations": [{"from": "human", "value": "What?"}], "images": [PNG]}, [PNG, "What?"]),
+        (LLaVA(), {"conversations": [{"from": "human", "value": "A <image> B"}], "image": PNG}, ["A ", PNG, " B"]),
+    ],
+)  # fmt: skip
+def test_an_image_beside_the_turns_is_placed(read: Format, record: Any, want: list[object]) -> None:
+    parts = read(record, HERE).parts
+    assert [part.removeprefix("User:\n").removesuffix("\n\n") if isinstance(part, str) else part for part in parts] == [
+        *([""] if want[0] == PNG else []), *want
+    ]  # fmt: skip
+
+
+def test_finevision_places_images_before_the_first_turn_or_at_placeholders() -> None:
+    turns = [{"user": "Who?", "assistant": "A cat.", "source": "TQA"}, {"user": "Sure?", "assistant": "Yes."}]
+    rest = [("Who?\n\nAssistant:\n",), "A cat.\n\n", ("User:\nSure?\n\nAssistant:\n",), "Yes.\n\n"]
+    record = {"images": [struct(CAT), struct(PNG)], "texts": turns, "source": "tqa", "relevance_ratings": [4]}
+    assert pieces(FineVision()(record, HERE)) == [("User:\n",), (CAT,), (PNG,), *rest]
+    assert pieces(FineVision()({**record, "images": []}, HERE))[1:] == rest[1:]
+    there = [{"user": "A <image>", "assistant": "B"}]
+    assert FineVision()({"images": [PNG], "texts": there}, HERE).parts[:2] == ["User:\nA ", PNG]
+
+
+@pytest.mark.parametrize("names", [("a1.jpg", "b.PNG"), ("d/17.a1.jpg", "17.b.png")])
+@pytest.mark.parametrize("written", [dict, lambda document: json.dumps(document).encode()])
+def test_a_json_in_a_tar_names_the_images_of_its_sample(names: tuple[str, str], written: Any) -> None:
+    document = {"texts": ["A", None, "B", "C", None], "images": [None, names[0], None, None, names[1]]}
+    record = {"__key__": "d/17", "json": written(document | {"audios": [None] * 5}), "a1.jpg": CAT, "b.png": PNG}
+    assert pieces(TarDocuments()(record, HERE)) == ["A", CAT, "B\n\nC", PNG]
+
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+PLACED = {"obelics": ("images",), "hf": ("image",), **dict.fromkeys(TALKS, ("image", "images"))}
+WITHOUT: dict[str, dict[str, Any]] = {
+    "obelics": {"images": [None], "texts": ["a"]}, "mmc4": {"text_list": ["a"], "image_info": []},
+    "chat": talk("a"), "llava": {"conversations": [{"from": "human", "value": "a"}]},
+    "finevision": {"texts": [{"user": "a", "assistant": "b"}]}, "hf": {"image": None, "text": "a"},
+    "pairs": RECORDS["pairs"], "tar-documents": RECORDS["tar-documents"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["coffee.jpg", PNG, [PNG], [struct(PNG)], [None, "coffee.jpg"], np.ones((4, 4, 3))])
+@pytest.mark.parametrize("column", MEDIA)
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_format_passes_over_a_column_of_media(name: str, column: str, value: object) -> None:
+    read, record = plain(name, images=LOCAL), {**WITHOUT[name], column: value}
+    if name != "obelics" and column in PLACED.get(name, ()) and not (isinstance(value, list) and value[0] is None):
+        (placed,) = (part for part in read(record, HERE).parts if not isinstance(part, str))
+        assert placed is value or placed in (PNG, PHOTOS / "coffee.jpg")
+    else:
+        assert re.match(
+            rf"(17 \()?shard-3.jsonl\[17\]\)?: {column}(\[0\])?(, texts\[0\])?: got ", refusal(read, record)
+        )
+
+
+A_CAT = {"image": struct(CAT), "text": "a cat"}
+
+
+@pytest.mark.parametrize(
+    ("read", "record", "lost"),
+    [
+        (HFImages(), {**A_CAT, "mask": struct(PNG)}, "mask: got"),
+        (HFImages(), {**A_CAT, "depth": [Image.new("L", (2, 2))]}, "depth: got"),
+        (Pairs(), {**RECORDS["pairs"], "mp4": b"..."}, "mp4: got 3 bytes"),
+        (Pairs(), {**RECORDS["pairs"], "seg.png": PNG}, f"seg.png: got {len(PNG)} bytes"),
+        (MMC4(), changed(RECORDS["mmc4"], ("image_info", 0, "video"), "a.mp4"), "image_info[0].video: got 'a.mp4'"),
+        (Chat(), changed(talk("a"), ("messages", 0, "images"), ["a.jpg"]), "messages[0].images: got ['a.jpg']"),
+        (Chat(), user_turn({"type": "text", "text": "a", "image": "b"}), "messages[0].content[0].image: got 'b'"),
+        (Chat(), talk("a", image_path="a.jpg"), "image_path: got 'a.jpg'"),
+        (TarDocuments(), {**RECORDS["tar-documents"], "b.jpg": CAT}, f"b.jpg: got {len(CAT)} bytes"),
+        (
+            TarDocuments(),
+            changed(RECORDS["tar-documents"], ("json", "audios"), ["a.wav", None]),
+            "json.audios: got ['a.wav', None]",
+        ),
+    ],
+)
+def test_media_in_other_places_are_refused_by_name(read: Any, record: Any, lost: str) -> None:
+    message = refusal(replace(read, images=Images(resolver=str.encode)), record).removeprefix("17 (")
+    assert message.startswith(f"shard-3.jsonl[17]{')' if read == Pairs() else ''}: {lost}")
+    assert message.endswith(f", want none, since {type(read).__name__} does not read it")
+
+
+def test_columns_about_media_that_carry_none_are_left_out() -> None:
+    for more in ({"image_url": "http://host/cat.jpg"}, {"image_id": 5}, {"images": [], "video": False, "audio": None}):
+        assert pieces(HFImages()({**A_CAT, **more}, HERE)) == [CAT, "a cat"]
+
+
+@pytest.mark.parametrize(
+    ("read", "record", "message"),
+    [
+        (Chat(), talk("<image> and <image>", images=[PNG]), f"images: got 1 item, want 2, {EACH}"),
+        (Chat(), talk("Who?", images=[PNG, PNG]), f"images: got 2 items, want 0, {EACH}"),
+        (Chat(), user_turn({"type": "image", "image": PNG}) | {"images": [PNG]}, f"images: got 1 item, want 0, {EACH}"),
+        (Chat(), user_turn(TRL[1]) | {"images": [PNG]}, "messages[0].content[0].index: got 1, want 0, the number of "
+         "items of images before it"),
+        (Chat(), talk("<video>"), f"videos: got 0 items, want 1, {EACH.replace('image', 'video')}"),
+        (Chat(), talk("<video>", videos=["a.mp4"]), f"videos[0]: got video, {UNREAD}"),
+        (LLaVA(), {"conversations": [{"from": "human", "value": "<audio>"}], "audio": "a.wav"},
+         f"audio: got audio, {UNREAD.replace('Chat', 'LLaVA')}"),
+        (Chat(), talk("<video>", videos=[[PNG, PNG]]), "videos[0].fps: got nothing, want a finite number"),
+        (Chat(images=LOCAL), talk("<image>", images=["no.jpg"]),
+         f"images[0]: got the path 'no.jpg', want a file that exists inside {PHOTOS}"),
+        (FineVision(), {"images": [PNG], "texts": []}, "images, texts: got none, want at least one turn"),
+        (FineVision(), {"images": [PNG], "texts": [{"user": "a"}]}, "texts[0].assistant: got nothing, want text"),
+        (TarDocuments(), {"json": {"images": ["a.jpg"], "texts": [None]}},
+         "json.images[0]: got 'a.jpg', want a member of the sample, one of ['json']"),
+        (TarDocuments(), {"json": b"[1]"}, "json: got [1], want a mapping of names to values"),
+    ],
+)  # fmt: skip
+def test_media_that_cannot_be_placed_are_refused(read: Format, record: Any, message: str) -> None:
+    assert refusal(read, record) == f"shard-3.jsonl[17]: {message}"
+
+
+# All formats
 
 
 @pytest.mark.parametrize("name", FORMATS)

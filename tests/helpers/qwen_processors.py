@@ -20,7 +20,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for c in m.content %}{% if c.type in ('image', 'video') %}"
     "<|vision_start|><|{{ c.type }}_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}"
-    "{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 20}
 
@@ -35,13 +35,13 @@ def config_of(model: str) -> Any:
 
 
 def processor_of(model: str) -> Any:
-    """Build the processor of qwen2_vl or qwen3_vl."""
+    """Build the processor of qwen2_vl, qwen2_5_vl or qwen3_vl."""
     tokenizer = chat_tokenizer(QWENS, extra_special_tokens=TOKENS, chat_template=TEMPLATE, padding_side="left")
     half: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if model == "qwen3_vl" else {}
     size = config_of(model).vision_config.patch_size
     images = transformers.Qwen2VLImageProcessor(patch_size=size, size=SIZE, **half)
-    kind = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL"}[model]
-    videos = getattr(transformers, f"{kind}VideoProcessor")(
+    kind = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[model]
+    videos = getattr(transformers, f"{'Qwen3VL' if model == 'qwen3_vl' else 'Qwen2VL'}VideoProcessor")(
         cap_pixels_per_frame=False, size={**SIZE, "longest_edge": 28 * 28 * 60}
     )
     return getattr(transformers, f"{kind}Processor")(images, tokenizer, videos, chat_template=TEMPLATE)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mmpos.data.formats.chat import Chat, LLaVA
-from mmpos.data.formats.pages import MMC4, Obelics
+from mmpos.data.formats.chat import Chat, FineVision, LLaVA
+from mmpos.data.formats.pages import MMC4, Obelics, TarDocuments
 from mmpos.data.formats.pairs import HFImages, Pairs
 from mmpos.data.formats.templates import ChatTemplate, TokenizerTemplate, Turn
 
@@ -13,10 +13,12 @@ __all__ = [
     "MMC4",
     "Chat",
     "ChatTemplate",
+    "FineVision",
     "HFImages",
     "LLaVA",
     "Obelics",
     "Pairs",
+    "TarDocuments",
     "TokenizerTemplate",
     "Turn",
 ]
@@ -27,8 +29,10 @@ FORMATS: Mapping[str, type] = MappingProxyType(
         "mmc4": MMC4,
         "chat": Chat,
         "llava": LLaVA,
+        "finevision": FineVision,
         "hf": HFImages,
         "pairs": Pairs,
+        "tar-documents": TarDocuments,
     }
 )
 """Format classes by their names on the command line; options are keyword arguments."""

@@ -1,10 +1,10 @@
-"""Conversation formats: messages of the OpenAI API and of Transformers, and LLaVA turns."""
+"""Conversation formats: messages of the OpenAI API and of Transformers, LLaVA turns, and turns of FineVision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import ClassVar, Self
 
 from mmpos.data.examples import BrokenImage, Piece, Record, RecordError
@@ -14,32 +14,114 @@ from mmpos.data.formats.templates import ChatTemplate, Template, check_template,
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.segments.kinds import Audio, Clip, Grid, fraction
 from mmpos.sequence.video import Video
+from mmpos.support.checks import counted
 
-__all__ = ["Chat", "LLaVA"]
+__all__ = ["Chat", "FineVision", "LLaVA"]
+
+_PLACEHOLDER = re.compile("<(image|video|audio)>")
+
+
+@dataclass(frozen=True, slots=True)
+class _Placeholder:
+    """Place of the next image, video or audio of a column, with the number that the record gives it, if any."""
+
+    kind: str
+    index: Field | None = None
+
+
+_Turns = list[tuple[Field, list[object]]]
+"""Role of each turn, with its texts, placeholders, images, videos and audio."""
 
 
 @dataclass(frozen=True)
 class _Conversation(RecordFormat):
-    """Base class of conversation formats.
+    """Base class of conversation formats, with the options that Chat describes."""
 
-    Args:
-        template: text around the turns; None means plain text or, in a Preprocess, the tokenizer's chat template.
-        images: sources of the images.
-    """
+    refused: ClassVar[frozenset[str]] = frozenset(
+        ("tool_calls", "function_call", "tools", "functions", "reasoning_content", "thinking", "system", "objects")
+    )
+    all_first: ClassVar[bool] = False
+    """Whether several images without placeholders also come before the first user's text."""
 
     template: Template | None = None
     images: Images = field(default_factory=Images)
+    media: Callable[[Record], object] | None = None
 
     def __post_init__(self) -> None:
         check_template(self.template)
+        if not (self.media is None or callable(self.media)):
+            raise InvalidInputError(f"media: got {describe(self.media)}, want a callable or None")
         super().__post_init__()
 
     def for_tokenizer(self, tokenizer: object) -> Self:
         """Return the format with its own template, or with that of the tokenizer if it has none."""
         return self if self.template is not None else replace(self, template=template_of(tokenizer))
 
-    def _conversation(self, turns: list[tuple[Field, list[object]]]) -> list[Piece]:
-        return (self.template or ChatTemplate()).pieces(turns)
+    def _conversation(self, record: Field, turns: _Turns) -> list[Piece]:
+        """Replace placeholders by the media in the columns of the record, and add the text of the template."""
+        if not turns:
+            raise Field(record.record, self.names, None).error("at least one turn", got="none")
+        first = next((parts for role, parts in turns if role.value == "user"), None)
+        beside = {}
+        for kind in ("image", "video", "audio"):
+            column = _column(record, kind)
+            entries = column.several()
+            parts = [part for _, parts in turns for part in parts if not isinstance(part, str)]
+            if kind == "image" and not parts and first is not None and (self.all_first or len(entries) == 1):
+                first[:0] = parts = [_Placeholder("image") for _ in entries]
+            places = [part for part in parts if isinstance(part, _Placeholder) and part.kind == kind]
+            if len(places) != len(entries):
+                want = f"{len(places)}, one for each <{kind}> and each {kind} part without data"
+                raise column.error(want, got=counted(len(entries), "item"))
+            for i, place in enumerate(places):
+                if place.index is not None and place.index.value not in (None, i):
+                    raise place.index.error(f"{i}, the number of items of {column.name} before it")
+            beside[kind] = iter(entries)
+        filled = [(role, [self._resolved(part, beside) for part in parts]) for role, parts in turns]
+        return (self.template or ChatTemplate()).pieces(filled)
+
+    def _resolved(self, part: object, beside: Mapping[str, Iterator[Field]]) -> object:
+        if not isinstance(part, _Placeholder):
+            return part
+        entry = next(beside[part.kind])
+        if part.kind == "image":
+            return entry.image(self.images)
+        return self._video_or_audio(replace(entry, value={"type": part.kind, part.kind: entry.value}), part.kind)
+
+    def _video_or_audio(self, part: Field, kind: str) -> object:
+        if kind == "video" and part["video"].is_list:
+            return self._frames(part["video"], part["fps"])
+        if self.media is None:
+            want = f"{type(self).__name__}(media=…), which reads video and audio, or a video as a list of frames"
+            raise part.error(want, got=kind)
+        try:
+            return _read(self.media, part)
+        except RecordError as error:
+            return BrokenImage(error, _MEDIA.get(kind, kind))
+
+    def _frames(self, frames: Field, fps: Field) -> object:
+        images = [frame.image(self.images) for frame in frames.items()]
+        if not images:
+            raise frames.error("at least one frame")
+        if (rate := fps.number()) <= 0:
+            raise fps.error("frames per second above 0")
+        broken = next((image for image in images if isinstance(image, BrokenImage)), None)
+        return replace(broken, kind="video") if broken else Video(images, seconds_per_frame=1 / fraction("fps", rate))
+
+
+def _column(record: Field, kind: str) -> Field:
+    """Return the column with the images, videos or audio of a record; its value is None if it is empty."""
+    plural, single = record[f"{kind}s"], record[kind]
+    if single.is_empty:
+        return replace(plural, value=None if plural.is_empty else plural.value)
+    if not plural.is_empty:
+        raise single.error(f"nothing beside {plural.name}")
+    return single
+
+
+def _split(text: Field, want: str = "text") -> list[object]:
+    """Split a text at its placeholders."""
+    return [_Placeholder(part) if i % 2 else part for i, part in enumerate(_PLACEHOLDER.split(text.text(want))) if part]
 
 
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
@@ -69,6 +151,11 @@ class Chat(_Conversation):
     ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media`` reads. Other parts (files) and
     tool calls are refused, since otherwise a model would be trained as if they were missing.
 
+    Media may also stand beside the messages, as in ms-swift, LLaMA-Factory and TRL: in the columns ``images`` (or
+    ``image``), ``videos`` and ``audios``. The n-th ``<image>`` in the texts, or the n-th ``{"type": "image"}`` without
+    data, stands for the n-th image, the n-th ``<video>`` for the n-th video; numbers that differ are refused. One image
+    without a placeholder comes before the first user's text.
+
     Source: the OpenAI API reference, "Create chat completion" and "Create a model response"; the Transformers
     documentation, "Multimodal chat templates".
 
@@ -80,44 +167,37 @@ class Chat(_Conversation):
     Args:
         template: text around the turns; None means plain text or, in a Preprocess, the tokenizer's chat template.
         images: sources of images, including video frames; ``data:`` URLs need none.
-        media: called with a video or audio part, the mapping in the record; returns a Video, a Grid with several
-            frames, a Clip or an Audio, since each model has its own rules for sampling frames and for the number of
-            audio tokens. None refuses such parts except lists of frames.
+        media: called with a video or audio part, the mapping in the record, or with ``{"type": "video", "video": …}``
+            for an entry of ``videos``; returns a Video, a Grid with several frames, a Clip or an Audio, since each
+            model has its own rules for sampling frames and for the number of audio tokens. None refuses such parts
+            except lists of frames.
     """
 
     names: ClassVar[str] = "messages"
-    media: Callable[[Record], object] | None = None
-
-    def __post_init__(self) -> None:
-        if not (self.media is None or callable(self.media)):
-            raise InvalidInputError(f"media: got {describe(self.media)}, want a callable or None")
-        super().__post_init__()
 
     def _pieces(self, record: Field) -> list[Piece]:
         messages = record["messages"].items()
-        if not messages:
-            raise record["messages"].error("at least one message")
-        return self._conversation([(message["role"], self._parts(message)) for message in messages])
+        return self._conversation(record, [(message["role"], self._parts(message["content"])) for message in messages])
 
-    def _parts(self, message: Field) -> list[object]:
-        for name in ("tool_calls", "function_call"):
-            if message[name].several():
-                raise message[name].error("no tool calls, only content")
-        content = message["content"]
+    def _parts(self, content: Field) -> list[object]:
         if content.is_list:
-            return [self._part(part) for part in content.items()]
-        return [content.text("text or a list of parts")]
+            return [piece for part in content.items() for piece in self._part(part)]
+        return _split(content, "text or a list of parts")
 
-    def _part(self, part: Field) -> object:
+    def _part(self, part: Field) -> list[object]:
         kind = part["type"].choice(_KINDS)
         if kind in _TEXTS:
-            return part[_TEXTS[kind]].text()
+            return _split(part[_TEXTS[kind]])
+        if kind in ("image", "video", "audio") and all(
+            part[name].is_empty for name in part.value if name not in ("type", "index")
+        ):
+            return [_Placeholder(kind, part["index"])]
         if kind == "image":
-            return self._image(part)
+            return [self._image(part)]
         if kind in _MEDIA:
-            return self._video_or_audio(part, kind)
+            return [self._video_or_audio(part, kind)]
         url = part["image_url"]["url"] if kind == "image_url" else part["image_url"]
-        return url.image(self.images)
+        return [url.image(self.images)]
 
     def _image(self, part: Field) -> object:
         named = [name for name in _IMAGES if part[name].value is not None]
@@ -128,31 +208,12 @@ class Chat(_Conversation):
             image = replace(image, value=f"data:;base64,{image.text()}")
         return image.image(self.images)
 
-    def _video_or_audio(self, part: Field, kind: str) -> object:
-        if kind == "video" and part["video"].is_list:
-            return self._frames(part["video"], part["fps"])
-        if self.media is None:
-            raise part["type"].error("Chat(media=…), which reads such parts, or a video as a list of frames")
-        try:
-            return _read(self.media, part)
-        except RecordError as error:
-            return BrokenImage(error, _MEDIA[kind])
-
-    def _frames(self, frames: Field, fps: Field) -> object:
-        images = [frame.image(self.images) for frame in frames.items()]
-        if not images:
-            raise frames.error("at least one frame")
-        if (rate := fps.number()) <= 0:
-            raise fps.error("frames per second above 0")
-        broken = next((image for image in images if isinstance(image, BrokenImage)), None)
-        return replace(broken, kind="video") if broken else Video(images, seconds_per_frame=1 / fraction("fps", rate))
-
 
 def _read(media: Callable[[Record], object], part: Field) -> object:
     """Call the user's function with a part; convert its exceptions to record errors."""
     want = "a Video, a Grid of several frames, a Clip or an Audio"
     try:
-        answer = media(part.value)
+        answer = media(part.whole())
     except ServiceError:
         raise
     except Exception as error:
@@ -163,17 +224,15 @@ def _read(media: Callable[[Record], object], part: Field) -> object:
 
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-_PLACEHOLDER = "<image>"
 
 
 @dataclass(frozen=True)
 class LLaVA(_Conversation):
     r"""Format of records with ``image`` and ``conversations``, a list of turns.
 
-    A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` is a path, another reference, or a list
-    of references. The references replace the ``<image>`` placeholders in the values, in order; there must be as many
-    references as placeholders. The text around ``<image>``, including line breaks, is kept. The gpt turns are trained
-    on, including the text that ends them.
+    A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` (or ``images``) is a path, another
+    reference, or a list of references. Placeholders stand for the media beside the turns as in Chat. The text around
+    ``<image>``, including line breaks, is kept. The gpt turns are trained on, including the text that ends them.
 
     Source: docs/Finetune_Custom_Data.md in the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
 
@@ -185,26 +244,45 @@ class LLaVA(_Conversation):
     Args:
         template: text around the turns, as for Chat, with human as user and gpt as assistant.
         images: sources of the images, which LLaVA references by path.
+        media: reads the entries of ``videos`` and ``audios``, as for Chat.
     """
 
     names: ClassVar[str] = "conversations"
 
     def _pieces(self, record: Field) -> list[Piece]:
         turns = record["conversations"].items()
-        if not turns:
-            raise record["conversations"].error("at least one turn")
-        contents = [(_role(turn["from"]), turn["value"].text().split(_PLACEHOLDER)) for turn in turns]
-        references = record["image"].several()
-        count = sum(len(texts) - 1 for _, texts in contents)
-        if count != len(references):
-            want = f"{len(references)}, the number of references in image"
-            raise record["conversations"].error(want, got=f"{count} of {_PLACEHOLDER}")
-        images = (reference.image(self.images) for reference in references)
-        return self._conversation(
-            [(role, [text, *chain(*((next(images), text) for text in texts))]) for role, (text, *texts) in contents]
-        )
+        return self._conversation(record, [(_role(turn["from"]), _split(turn["value"])) for turn in turns])
 
 
 def _role(speaker: Field) -> Field:
     """Convert a LLaVA speaker to a template role."""
     return replace(speaker, value=_ROLES[speaker.choice(_ROLES)])
+
+
+@dataclass(frozen=True)
+class FineVision(_Conversation):
+    r"""Format of FineVision and The Cauldron: ``images`` and ``texts``, a list with ``user`` and ``assistant``.
+
+    Images without placeholders come before the first user's text, in order; placeholders stand for them as in Chat. The
+    assistant's texts are trained on, including the text that ends them. Ratings and sources are not used.
+
+    Source: the dataset cards of HuggingFaceM4/FineVision and HuggingFaceM4/the_cauldron; the order of images and text
+    as in data/datasets.py of the repository huggingface/nanoVLM.
+
+    >>> from mmpos.data import Location
+    >>> record = {"images": [b"GIF89a"], "texts": [{"user": "What is it?", "assistant": "A cat.", "source": "TQA"}]}
+    >>> FineVision()(record, Location("train.parquet", 0)).parts
+    ['User:\n', b'GIF89a', 'What is it?\n\nAssistant:\n', 'A cat.\n\n']
+
+    Args:
+        template: text around the turns, as for Chat.
+        images: sources of images whose bytes are null.
+        media: reads the entries of ``videos`` and ``audios``, as for Chat.
+    """
+
+    names: ClassVar[str] = "images, texts"
+    all_first: ClassVar[bool] = True
+
+    def _pieces(self, record: Field) -> list[Piece]:
+        turns = [(turn, role) for turn in record["texts"].items() for role in ("user", "assistant")]
+        return self._conversation(record, [(replace(turn, value=role), _split(turn[role])) for turn, role in turns])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_type_hints
 
 import numpy as np
@@ -14,9 +15,17 @@ import numpy as np
 from mmpos.data.examples import BrokenImage, Document, Location, Piece, Record, RecordError, join_texts
 from mmpos.data.formats.images import REFERENCE, Images, describe
 from mmpos.errors import InvalidInputError
+from mmpos.images.decode import is_of
 from mmpos.support import checks
 
 __all__ = ["Field", "RecordFormat", "check_option"]
+
+_MEDIA = re.compile(
+    r"(image|img|picture|photo|video|audio)s?(?P<origin>_(path|file|url)s?)?"
+    r"|(.*\.)?(jpe?g|png|webp|gif|bmp|tiff?|mp4|mov|avi|mkv|webm|wav|mp3|flac|ogg|m4a)",
+    re.IGNORECASE,
+)
+"""Names of columns and of members of a tar file that carry media; an origin may stand beside the image itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +36,27 @@ class Field:
         record: name of the record in error messages.
         name: path of the value, such as ``messages[0].content``; empty for the record itself.
         value: the value.
+        read: each mapping of the record that was read, and the names that were read from it; filled by reading.
     """
 
     record: str
     name: str
     value: Any
+    read: dict[str, tuple[Mapping[str, Any], set[str]]] = field(default_factory=dict, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> Field:
         """Return a field of this mapping; its value is None if the name is missing."""
         if not isinstance(self.value, Mapping):
             raise self.error("a mapping of names to values")
-        return Field(self.record, f"{self.name}.{name}" if self.name else name, self.value.get(name))
+        if (read := self.read.get(self.name)) is None:
+            read = self.read[self.name] = (self.value, set())
+        read[1].add(name)
+        return Field(self.record, f"{self.name}.{name}" if self.name else name, self.value.get(name), self.read)
+
+    def whole(self) -> Any:
+        """Return the value, for a callable that may read every name in it."""
+        self.read.setdefault(self.name, (self.value, set()))[1].update(self.value)
+        return self.value
 
     def error(self, want: str, got: str | None = None) -> RecordError:
         """Return an error about this value."""
@@ -46,14 +65,18 @@ class Field:
     @property
     def is_list(self) -> bool:
         """Whether the value is a list; arrays of numbers, such as pixels, are not."""
-        value = self.value
-        return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.kind in "OSU")
+        return _is_list(self.value)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the value is null, empty, or a list or a mapping of such values."""
+        return _is_empty(self.value)
 
     def items(self) -> list[Field]:
         """Return the items of this list."""
         if not (isinstance(self.value, list | tuple) or (isinstance(self.value, np.ndarray) and self.value.ndim)):
             raise self.error("a list")
-        return [Field(self.record, f"{self.name}[{i}]", value) for i, value in enumerate(self.value)]
+        return [Field(self.record, f"{self.name}[{i}]", value, self.read) for i, value in enumerate(self.value)]
 
     def several(self) -> list[Field]:
         """Return the items of this list, the value itself as the only item, or an empty list for null."""
@@ -86,10 +109,12 @@ class Field:
             raise self.error("UTF-8", got=f"bytes that are not UTF-8 ({error})") from error
 
     def parsed(self, want: str) -> Field:
-        """Parse the value as JSON; it must be text or UTF-8 bytes."""
+        """Return the value if it is a mapping, else parse it as JSON; it must then be text or UTF-8 bytes."""
+        if isinstance(self.value, Mapping):
+            return self
         text = self.utf8(want)
         try:
-            return Field(self.record, self.name, json.loads(text))
+            return Field(self.record, self.name, json.loads(text), self.read)
         except (ValueError, RecursionError) as error:
             raise self.error(want, got=f"{describe(text)}, which is not JSON ({error})") from error
 
@@ -121,6 +146,9 @@ class RecordFormat(ABC):
     separator: ClassVar[str] = ""
     """Text inserted between adjacent texts."""
 
+    refused: ClassVar[Collection[str]] = ()
+    """Names that are refused wherever they hold a value, since a document without it would mean something else."""
+
     @property
     @abstractmethod
     def names(self) -> str:
@@ -150,10 +178,17 @@ class RecordFormat(ABC):
         """Convert a record to a document, with a BrokenImage for each image reference that cannot be resolved.
 
         Raises:
-            RecordError: the record is invalid in any other way.
+            RecordError: the record is invalid in any other way, or carries media that the format does not read.
         """
         key, fields = _open_record(record, location)
         kept = [piece for piece in self._pieces(fields) if not isinstance(piece.part, str) or piece.part]
+        placed = any(not isinstance(piece.part, str) for piece in kept)
+        for name, (mapping, read) in fields.read.items():
+            for unread in mapping:
+                if unread not in read and (unread in self.refused or _is_media(unread, mapping[unread], placed)):
+                    lost = Field(fields.record, name, mapping)[unread]
+                    if not lost.is_empty:
+                        raise lost.error(f"none, since {type(self).__name__} does not read it")
         if not kept:
             raise Field(fields.record, self.names, None).error("at least one", got="no image and no text")
         return Document(key, tuple(join_texts(kept, self.separator)))
@@ -187,6 +222,28 @@ def check_option(name: str, value: object, kind: type) -> None:
     """Check the type of an option of a format."""
     if not isinstance(value, kind):
         raise InvalidInputError(f"{name}: got {describe(value)}, want {'text' if kind is str else kind.__name__}")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple) or (
+        isinstance(value, np.ndarray) and value.ndim > 0 and value.dtype.kind in "OSU"
+    )
+
+
+def _is_empty(value: Any, depth: int = 3) -> bool:
+    if value is None or isinstance(value, str | bytes):
+        return not value or value in ("[]", "{}")
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return depth > 0 and _is_list(value) and all(_is_empty(item, depth - 1) for item in value)
+
+
+def _is_media(name: object, value: Any, placed: bool) -> bool:
+    """Return whether a column carries media: by its name, or since it holds images or structs of bytes and path."""
+    if match := _MEDIA.fullmatch(str(name)):
+        return not isinstance(value, int | float) and not (placed and match["origin"])
+    item = next((item for item in value if item is not None), None) if _is_list(value) else value
+    return is_of("PIL.Image", "Image", item) or (isinstance(item, Mapping) and item.keys() == {"bytes", "path"})
 
 
 def _integer(value: object) -> int | None:

@@ -1,15 +1,15 @@
-"""Formats of interleaved documents: OBELICS and Multimodal C4 web pages."""
+"""Formats of interleaved documents: OBELICS, Multimodal C4, and documents in WebDataset tar files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mmpos.data.examples import Piece
+from mmpos.data.examples import BrokenImage, Piece
 from mmpos.data.formats.fields import Field, RecordFormat
-from mmpos.data.formats.images import Images
+from mmpos.data.formats.images import Images, describe
 
-__all__ = ["MMC4", "Obelics"]
+__all__ = ["MMC4", "Obelics", "TarDocuments"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,7 @@ class Obelics(RecordFormat):
     """Format of OBELICS and of corpora with the same fields.
 
     ``images`` and ``texts`` are lists of equal length; at each index one holds a value and the other is null. The
-    optional ``metadata``, a list of that length, and ``general_metadata``, an object, both as JSON text, are checked
-    but not used.
+    ``metadata`` and ``general_metadata`` are not used.
 
     Source: the data fields in the dataset card of HuggingFaceM4/OBELICS; Laurençon et al. 2023, arXiv:2306.16527.
 
@@ -36,28 +35,56 @@ class Obelics(RecordFormat):
     images: Images = field(default_factory=Images)
 
     def _pieces(self, record: Field) -> list[Piece]:
-        images, texts = record["images"].items(), record["texts"].items()
+        return self._interleaved(record, record)
+
+    def _interleaved(self, record: Field, document: Field) -> list[Piece]:
+        images, texts = document["images"].items(), document["texts"].items()
         if len(images) != len(texts):
-            raise record["images"].error(f"{len(texts)} as in texts", got=f"{len(images)} items")
-        _check_metadata(record, len(images))
-        return [self._piece(image, text) for image, text in zip(images, texts, strict=True)]
+            raise document["images"].error(f"{len(texts)} as in texts", got=f"{len(images)} items")
+        pieces = []
+        for image, text in zip(images, texts, strict=True):
+            if (image.value is None) == (text.value is None):
+                got = "neither" if image.value is None else "both"
+                raise Field(image.record, f"{image.name}, {text.name}", None).error("one of them", got=got)
+            pieces.append(Piece(self._image(record, image) if text.value is None else text.text()))
+        return pieces
 
-    def _piece(self, image: Field, text: Field) -> Piece:
-        if (image.value is None) == (text.value is None):
-            got = "neither" if image.value is None else "both"
-            raise Field(image.record, f"{image.name}, {text.name}", None).error("one of them", got=got)
-        return Piece(image.image(self.images) if text.value is None else text.text())
+    def _image(self, record: Field, image: Field) -> object:
+        return image.image(self.images)
 
 
-def _check_metadata(record: Field, length: int) -> None:
-    if record["metadata"].value is not None:
-        metadata = record["metadata"].parsed("a list as JSON text").items()
-        if len(metadata) != length:
-            raise record["metadata"].error(f"{length} as in images", got=f"{len(metadata)} items")
-    if record["general_metadata"].value is not None:
-        general = record["general_metadata"].parsed("an object as JSON text")
-        if not isinstance(general.value, dict):
-            raise general.error("an object as JSON text")
+@dataclass(frozen=True)
+class TarDocuments(Obelics):
+    """Format of interleaved documents in tar files: the member ``json`` names the images of its sample, in order.
+
+    ``images`` and ``texts`` in ``json`` (an object, or JSON as text or bytes) are lists as in Obelics. An image is the
+    name of a member, with or without the key of the sample: ``a1.jpg`` or ``000017.a1.jpg``.
+
+    Source: "Interleaved Data and Arbitrary Image Count" in the documentation of Megatron-Energon.
+
+    >>> from mmpos.data import Location
+    >>> document = {"images": [None, "a1.jpg"], "texts": ["A cat:", None]}
+    >>> TarDocuments()({"__key__": "17", "json": document, "a1.jpg": b"GIF89a"}, Location("00000.tar", 17)).parts
+    ['A cat:', b'GIF89a']
+
+    Args:
+        images: checks the images, which are given as bytes or decoded.
+    """
+
+    names: ClassVar[str] = "json"
+
+    def _pieces(self, record: Field) -> list[Piece]:
+        return self._interleaved(record, record["json"].parsed("an object, or one as JSON"))
+
+    def _image(self, record: Field, image: Field) -> object:
+        key = str(record.value.get("__key__"))
+        name = image.text("the name of a member")
+        for sample in (key, key.rpartition("/")[2]):
+            name = name.removeprefix(f"{sample}.")
+        member = record[name.lower()]
+        if member.value is None:
+            return BrokenImage(image.error(f"a member of the sample, one of {describe(list(record.value))}"))
+        return member.image(self.images)
 
 
 @dataclass(frozen=True)

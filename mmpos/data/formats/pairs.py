@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,7 +19,7 @@ class Pairs(RecordFormat):
     """Format of records with one image, identified by the extension of its member, followed by a caption.
 
     The caption is the member ``txt`` (text, or UTF-8 bytes), or, if that is missing, the field ``caption`` of ``json``
-    (an object, or JSON as text or bytes). It must not be empty. Other members are not read.
+    (an object, or JSON as text or bytes). It must not be empty.
 
     Source: the WebDataset convention of ``key.extension`` members; captions as img2dataset writes them.
 
@@ -48,9 +47,7 @@ class Pairs(RecordFormat):
             metadata = record["json"]
             if metadata.value is None:
                 raise Field(record.record, "txt, json", None).error("one of them", got="neither")
-            if not isinstance(metadata.value, Mapping):
-                metadata = metadata.parsed("an object, or one as JSON")
-            caption = metadata["caption"]
+            caption = metadata.parsed("an object, or one as JSON")["caption"]
         text = caption.utf8()
         if not text:
             raise caption.error("a non-empty caption")

@@ -345,7 +345,7 @@ CHAT_RECORD = {
                 {"type": "text", "text": "this?", "image_url": None},
             ],
         },
-        {"role": "assistant", "content": "A dot.", "tool_calls": []},
+        {"role": "assistant", "content": "A dot.", "tool_calls": [], "weight": 1, "loss": True},
         {"role": "user", "content": "And?"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": None},
     ],
@@ -627,6 +627,9 @@ UNREAD = "want Chat(media=…), which reads video and audio, or a video as a lis
           for name in ("tool_calls", "function_call", "reasoning_content", "thinking")),
         *(((name,), "a", f"{name}: got 'a', want none, since Chat does not read it")
           for name in ("tools", "functions", "system", "objects")),
+        *(((*TURN, name), value,
+           f"messages[2].{name}: got {value}, want 1 or none, since every assistant turn is trained on")
+          for name, value in (("weight", 0), ("weight", 0.5), ("loss", False))),
     ],
 )  # fmt: skip
 def test_invalid_chats_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:

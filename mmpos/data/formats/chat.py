@@ -149,7 +149,8 @@ class Chat(_Conversation):
     ``{"type": "image", "image": …}`` from Transformers, or with ``url``, ``path`` or ``base64`` instead of ``image``;
     ``{"type": "video", "video": [frame, …], "fps": …}`` with references to images as frames; and any part of type
     ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media`` reads. Other parts (files) and
-    tool calls are refused, since otherwise a model would be trained as if they were missing.
+    tool calls are refused, since otherwise a model would be trained as if they were missing, and so are turns with
+    ``weight`` 0 or ``loss`` false, since all assistant turns are trained on.
 
     Media may also stand beside the messages, as in ms-swift, LLaMA-Factory and TRL: in the columns ``images`` (or
     ``image``), ``videos`` and ``audios``. The n-th ``<image>`` in the texts, or the n-th ``{"type": "image"}`` without
@@ -177,6 +178,9 @@ class Chat(_Conversation):
 
     def _pieces(self, record: Field) -> list[Piece]:
         messages = record["messages"].items()
+        for flag in (message[name] for message in messages for name in ("weight", "loss")):
+            if flag.value not in (None, 1):  # True is 1
+                raise flag.error("1 or none, since every assistant turn is trained on")
         return self._conversation(record, [(message["role"], self._parts(message["content"])) for message in messages])
 
     def _parts(self, content: Field) -> list[object]:

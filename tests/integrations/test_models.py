@@ -22,6 +22,7 @@ from model_configs import (
     LAYER_TYPES,
     TEXT,
     XDROPE,
+    complete,
     config_of,
     golden,
     settings_of,
@@ -37,6 +38,7 @@ from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, UNSUPPORTED_ENCODE
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 
+@complete
 def test_settings_of_every_model_type_and_encoder_equal_the_golden_file() -> None:
     assert json.loads(json.dumps(golden())) == json.loads(GOLDEN.read_text(encoding="utf-8"))
 
@@ -81,6 +83,7 @@ def test_serving_engines_differ_only_in_the_scheme(model: str, scheme: Any) -> N
     assert settings_of(model, engine="serving") == replace(settings_of(model), scheme=scheme)
 
 
+@complete
 def test_model_names_match_those_of_transformers() -> None:
     assert model_names.names() == json.loads(model_names.GOLDEN.read_text(encoding="utf-8"))
     assert (
@@ -89,6 +92,7 @@ def test_model_names_match_those_of_transformers() -> None:
     )
 
 
+@complete
 def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> None:
     for model in (name for name in MODEL_TYPES if settings_of(name).rotary.axes > 1):
         rotary = settings_of(model).rotary
@@ -324,6 +328,7 @@ def test_the_image_placeholder_is_read_from_the_vocabulary_map(model: str) -> No
     assert mmpos.from_hf_config(CONFIGS[model](vocabulary_map={"<image>": 8711})) == mmpos.from_hf_config(mapping)
 
 
+@complete
 def test_a_class_without_a_default_encoder_needs_no_vision_config() -> None:
     mapping = {"model_type": "gemma4", "text_config": {}}
     assert mmpos.from_hf_config(mapping, layer_type="full_attention") == settings_of("gemma4")

@@ -57,7 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             values = vars(getattr(item, "callspec", item)).get("params", {}).values()
             for name in missing.intersection(value for value in values if isinstance(value, str)):
-                item.add_marker(pytest.mark.skip(reason=f"Transformers {transformers.__version__} does not have {name}"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"Transformers {transformers.__version__} does not have {name}")
+                )
 
 
 # Not collected: a plugin for separate runs, and modules that import other projects, which takes seconds and may fail.

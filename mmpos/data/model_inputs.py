@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -144,6 +146,18 @@ class Model(Protocol):
         """Create the ImageProcessor of the vision encoder."""
 
 
+def _check_kernels(kind: str) -> None:
+    """Raise UnsupportedError if the installed Transformers mixes documents where later versions raise an error."""
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return  # the model runs elsewhere
+    missing = [name for name in ("causal_conv1d", "fla") if find_spec(name) is None]
+    if missing and [int(part) for part in installed.split(".")[:2]] < [5, 20]:
+        got = f"{kind!r}, whose documents Transformers {installed} mixes in a pack without {' and '.join(missing)}"
+        raise UnsupportedError(f"settings.model_type: got {got}; install Transformers >= 5.20, or these packages")
+
+
 @dataclass(frozen=True)
 class ModelCollator:
     """Picklable collator that returns the arguments of an unpatched Transformers model; works with Trainer as well.
@@ -160,7 +174,8 @@ class ModelCollator:
         collate: collator that makes the batch, packed or padded.
 
     Raises:
-        UnsupportedError: models of this type do not separate the documents of a pack, or are not known to.
+        UnsupportedError: models of this type do not separate the documents of a pack, or are not known to, or only
+            with kernels that are missing (Qwen3.5 in Transformers 5.19, which would mix documents silently).
         InvalidInputError: an argument has the wrong type, or images and settings differ in the order or size of
             patches.
     """
@@ -185,6 +200,8 @@ class ModelCollator:
             want = ", ".join(sorted(MODEL_INPUTS))
             raise UnsupportedError(f"settings.model_type: got {kind!r} ({reason}), want one of {want}")
         object.__setattr__(self, "inputs", MODEL_INPUTS[kind])
+        if self.inputs.seq_idx and isinstance(collate, PackedCollator):
+            _check_kernels(kind)
         vision = self.settings.vision_scheme
         if self.images is not None and vision is None and self.inputs.images:
             raise UnsupportedError(f"images: got an ImageProcessor, want None: {_OWN_PIXELS} of {kind!r}")

@@ -385,7 +385,10 @@ SECONDS = [*(Fraction(2, fps) for fps in (1, 2, 3, 4, 5, 8)), Fraction(5), Fract
 
 def audio_tokens(model: str, features: int) -> int:
     module = importlib.import_module(f"transformers.models.{model}.processing_{model}")
-    return int(module._get_feat_extract_output_lengths(features))
+    count = getattr(module, "_get_feat_extract_output_lengths", None)
+    if count is None:  # in Transformers 5.19, only the encoder of Qwen2.5-Omni has this function
+        return int(modeling(model).Qwen2_5OmniAudioEncoder._get_feat_extract_output_lengths(None, features)[1])
+    return int(count(features))
 
 
 @dataclass

@@ -7,6 +7,7 @@ oldest           all tests, including those with torch, with the lower bound of 
 newest           all tests with the newest version of everything in the index
 grpc             the service and client tests with the oldest and the newest grpcio and protobuf
 extras           each extra that needs no torch, alone, oldest and newest, with a program that uses it
+engines          the extra hf beside the requirements of each serving engine: resolved, not installed
 3.12 and so on   all tests with the newest versions in that Python, if it is installed
 
 uv rebuilds the environments in build/versions, one at a time; the resolved versions stay there.
@@ -34,6 +35,8 @@ RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
 # Triton 3.6 raises this warning in its interpreter.
 FLAGS = {"oldest": ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]}
 PYTHONS = ("3.12", "3.13", "3.14")
+ENGINES = ("sglang==0.5.23", "vllm==0.33.0")
+"""The versions that docs/sglang.md and docs/vllm.md describe."""
 
 PLACE = """
 from mmpos import Grid, SegmentTable, Text, place
@@ -171,6 +174,16 @@ def run_extras() -> bool:
     return green
 
 
+def run_engines() -> bool:
+    """Resolve the extra hf beside the requirements of each engine; the engines are too large to install."""
+    for engine in ENGINES:
+        beside = BUILD / f"{engine}.in"
+        beside.write_text(engine, encoding="utf-8")
+        text = resolve(engine, "newest", "--extra=hf", str(beside)).read_text(encoding="utf-8")
+        print(f"  {engine:16}", *re.findall(r"^(?:torch|transformers)==[\w.]+", text, re.MULTILINE), flush=True)
+    return True
+
+
 def interpreter(version: str) -> str | None:
     """Find an interpreter of this Python version on the path or in pyenv."""
     known = [shutil.which(f"python{version}"), *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
@@ -180,7 +193,7 @@ def interpreter(version: str) -> str | None:
 
 def main() -> int:
     """Run the selected parts, and print a line for each."""
-    chosen = parse_parts(__doc__, [*RESOLUTIONS, "grpc", "extras", *PYTHONS])
+    chosen = parse_parts(__doc__, [*RESOLUTIONS, "grpc", "extras", "engines", *PYTHONS])
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     results: dict[str, bool | None] = {}
@@ -190,6 +203,8 @@ def main() -> int:
             results[part] = run_extras()
         elif part == "grpc":
             results[part] = run_grpc()
+        elif part == "engines":
+            results[part] = run_engines()
         else:
             python = interpreter(part) if part in PYTHONS else sys.executable
             results[part] = run_tests(part, python) if python else None

@@ -21,9 +21,10 @@ from refusals import assert_refused
 from rope_batches import method_of
 
 import mmpos
-from mmpos import SCHEMES, ImageProcessor, ImageSize, InvalidInputError, Markers, MmposError
+from mmpos import SCHEMES, ImageProcessor, ImageSize, InvalidInputError, Markers, MmposError, UnsupportedError
 from mmpos.data import Location, ModelCollator, ProcessedInputs
 from mmpos.integrations.hf import MMPosProcessor
+from mmpos.integrations.hf import processor as mmpos_processor
 from mmpos.schemes import Flatten, MRopeQwen25, RopeTie, RopeTieV2
 
 BOS, EOS, PAD, USER, ASSISTANT, BEGIN, END, PATCH, ROW = range(9)
@@ -172,9 +173,17 @@ def test_images_in_chats_may_be_bytes_paths_and_data_urls_but_paths_only_if_read
             closed.apply_chat_template(chat(block), **CHAT)
 
 
-def test_special_tokens_spelled_out_by_users_remain_text_if_sanitized() -> None:
+def test_special_tokens_spelled_out_by_users_remain_text_if_sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
     processor, words = make_processor(), "is </s> [PATCH] or [IMG]?"
     messages = chat(image_block(WIDE), text_block(words))
+    with monkeypatch.context() as patch:
+        patch.setattr(mmpos_processor, "_SANITIZES", False)
+        with pytest.raises(
+            UnsupportedError, match=r"^sanitize_control_tokens: got True, which Transformers 5\..* ignores"
+        ):
+            processor.apply_chat_template(messages, sanitize_control_tokens=True, **CHAT)
+    if not mmpos_processor._SANITIZES:
+        return
     ids = processor.apply_chat_template(messages, sanitize_control_tokens=True, **CHAT)["input_ids"][0]
     assert ids.count(PATCH) == 12
     assert ids.count(BEGIN) == ids.count(END) == 1

@@ -48,7 +48,10 @@ def test_serving_engines_have_different_schemes() -> None:
 def processor_order(model: str, frames: int, patches: int, audio: int, seconds: Fraction) -> list[int]:
     """Return the token types of a clip from the model's processor: 1 for video, 3 for audio, 0 for markers."""
     module = importlib.import_module(f"transformers.models.{model}.processing_{model}")
-    (kind,) = (value for value in classes(module) if hasattr(value, "replace_video_with_audio_token"))
+    kinds = [value for value in classes(module) if hasattr(value, "replace_video_with_audio_token")]
+    if not kinds:
+        pytest.skip("this Transformers interleaves tokens inside the processor's call")
+    (kind,) = kinds
     processor = SimpleNamespace(
         video_processor=SimpleNamespace(merge_size=1),
         audio_bos_token="0",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_configs import OLDER
 from torch import Tensor
 from training_models import CONFIGS, examples_of, noise, tiny_config, tiny_images, tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface, Glm4vProcessor
@@ -262,7 +263,19 @@ def test_patches_in_a_special_order_are_accepted_only_as_processed_inputs() -> N
         ModelCollator(settings)(examples_of(builder, [noise(8, 8)]))
 
 
-def test_linear_attention_refuses_packed_documents_if_its_kernels_are_missing() -> None:
+def test_linear_attention_refuses_packed_documents_if_its_kernels_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = mmpos.from_hf_config(CONFIGS["qwen3_5"]())
+    with monkeypatch.context() as patch:
+        patch.setattr(model_inputs, "version", lambda name: "5.19.0")
+        with pytest.raises(
+            UnsupportedError, match=r"Transformers 5\.19\.0 mixes in a pack without causal_conv1d and fla; inst"
+        ):
+            ModelCollator(settings)
+        assert ModelCollator(settings, collate=PaddedCollator()).inputs.seq_idx
+        patch.setattr(model_inputs, "find_spec", lambda name: "found")
+        assert ModelCollator(settings).inputs.seq_idx
+    if OLDER:
+        return
     _, collator, examples = with_images("qwen3_5")
     config = tiny_config("qwen3_5", layer_types=["linear_attention", "full_attention"])
     pack = collator(examples)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from model_configs import CONFIGS, config_of
+from model_configs import CONFIGS, complete, config_of
 from rope_batches import FAMILIES, LIKE, MODELS, OMNI, PLACED, VISION, Request, hunyuan, kind_of, with_settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,6 +109,7 @@ def test_ids_and_deltas_of_many_batches_equal_those_of_get_rope_index(model: str
     compare(model, batches, "many")
 
 
+@complete
 def test_every_model_type_with_the_method_is_compared() -> None:
     """Transformers' auto mapping determines the class of a type; it may be defined in the file of another type."""
     library: Any = transformers
@@ -170,7 +171,7 @@ def test_parameters_equal_those_of_get_rope_index(model: str) -> None:
     + [
         (changed("qwen2_5_vl", vision_config__tokens_per_second=7), TimedRopeIndex(2, tokens_per_second=7)),
         (changed("hunyuan_vl", vision_config__spatial_merge_size=4), XDRopeIndex(4, 4)),
-        (changed("hy_v4_vl", vision_config__spatial_merge_size=3), RopeIndex(3, 1, True, True)),
+        ({"model_type": "hy_v4_vl", "vision_config": {"spatial_merge_size": 3}}, RopeIndex(3, 1, True, True)),
         (hunyuan(5)[0], XDRopeIndex(2, 5)),
         *((omni_config("qwen2_5_omni", part), OMNI_25) for part in ("", "_thinker")),
         *((omni_config("qwen3_omni_moe", part), OMNI_3) for part in ("", "_thinker")),

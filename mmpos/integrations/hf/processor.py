@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -13,6 +14,7 @@ from urllib.request import url2pathname
 
 import numpy as np
 import numpy.typing as npt
+import transformers
 from transformers import BatchFeature, PreTrainedTokenizerBase, ProcessorMixin
 
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -30,6 +32,8 @@ from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, counte
 __all__ = ["MMPosProcessor"]
 
 T = TypeVar("T")
+
+_SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 
 
 class MMPosProcessor(ProcessorMixin):
@@ -133,8 +137,12 @@ class MMPosProcessor(ProcessorMixin):
         Raises:
             InvalidInputError: the numbers of images and placeholders differ, an image cannot be read, or rows cannot be
                 padded as requested.
-            UnsupportedError: videos or audio were passed, or the scheme cannot place a row.
+            UnsupportedError: videos or audio were passed, the scheme cannot place a row, or the installed Transformers
+                does not sanitize chats (before 5.23).
         """
+        if sanitize_control_tokens and not _SANITIZES:
+            got = f"True, which Transformers {transformers.__version__} ignores"
+            raise UnsupportedError(f"sanitize_control_tokens: got {got}, want False, or Transformers >= 5.23")
         for name, value in (("videos", videos), ("audio", audio)):
             if value is not None:
                 raise UnsupportedError(f"{name}: got {type(value).__name__}, want None; only images are supported")

@@ -179,6 +179,28 @@ def test_every_error_produces_an_exit_code_and_at_most_one_line(
     assert capsys.readouterr() == ("", message and f"mmpos: {message}")
 
 
+@pytest.mark.parametrize("package", ["numpy", "rich", "typer"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "mmpos", "positions", "3"],
+        ["-c", "import sys; from mmpos.__main__ import main; sys.exit(main(['info']))"],
+    ],
+)
+def test_ctrl_c_during_imports_is_quiet(command: list[str], package: str, folder: Path) -> None:
+    if package != "numpy" and command[0] == "-c":
+        pytest.skip("mmpos info needs only numpy")
+    (folder / "sitecustomize.py").write_text(
+        "import signal, sys\nfrom importlib.abc import MetaPathFinder\n"
+        "class Interrupt(MetaPathFinder):\n    def find_spec(self, name, *_):\n"
+        f"        if name == '{package}':\n            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_an_unexpected_error_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_program("mmpos", ends(ZeroDivisionError()), [])

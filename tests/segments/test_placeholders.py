@@ -210,10 +210,10 @@ def test_the_first_grid_without_matching_placeholders_is_reported() -> None:
 
 def test_a_run_ends_with_its_document() -> None:
     assert refused([1, IMAGE, IMAGE, 1], [[1, 1, 2]], cu_seqlens=[0, 2, 4]) == (
-        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging" + SAMPLED
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging"
     )
     assert refused([[1, IMAGE], [IMAGE, 1]], [[1, 1, 2]]) == (
-        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging" + SAMPLED
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 after merging"
     )
 
 
@@ -232,13 +232,17 @@ def test_a_hint_never_hides_the_error() -> None:
     """Without merging, this grid exceeds the limit of a segment, but that error must not replace the message."""
     side = 2**16
     assert refused([IMAGE], [[1, side, side]], spatial_merge_size=2**15) == (
-        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 after merging" + SAMPLED
+        "image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 after merging"
     )
 
 
 def test_a_sampled_placeholder_is_text_if_token_types_replace_the_ids() -> None:
     ids = np.array([1, IMAGE, IMAGE, 2, IMAGE, 3])  # the last three were sampled
     assert refused(ids, [[1, 1, 2]]).endswith("want more for 1 placeholder from document 0, token 4 on" + SAMPLED)
+    message = refused([*ids, 1, IMAGE, IMAGE], [[1, 1, 2]] * 2, cu_seqlens=[0, 6, 9])
+    assert message.endswith(
+        "got a run of 1 placeholder at document 0, token 4, want 2 for 1x1x2 after merging" + SAMPLED
+    )
     types = np.array([0, 1, 1, 0, 0, 0])
     segments = SegmentTable.from_input_ids(types, Placeholders(image=1, video=2), [[1, 1, 2]])
     assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(3)]]))

@@ -206,6 +206,18 @@ def test_an_unexpected_error_keeps_its_traceback() -> None:
         run_program("mmpos", ends(ZeroDivisionError()), [])
 
 
+def test_an_ascii_terminal_shows_similar_characters() -> None:
+    assert run_program("mmpos", lambda: lambda **_: 0, []) == 0  # registers the error handler
+    assert "✓ ✗ 2×3–4…·−² ≥→ ⌊δ⌋ é 図".encode("ascii", "mmpos.similar") == b"y n 2x3-4...*-2 >=-> floor(delta) e ?"
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    for arguments in (["positions", "3,2x3,2"], ["schemes"], ["positions", "2×é"]):
+        here, there = start(*arguments, env=ascii_only), start(*arguments)
+        assert not (there.stdout + there.stderr).isascii()
+        assert b"?" not in here.stdout + here.stderr
+        assert (here.returncode, here.stdout.count(b"\n")) == (there.returncode, there.stdout.count(b"\n"))
+    assert b"| grid 2x3 | (6, 5)" in start("positions", "3,2x3,2", env=ascii_only).stdout
+
+
 def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def app(**options: object) -> int:
         warnings.simplefilter("always")

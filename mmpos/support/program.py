@@ -74,7 +74,8 @@ def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | N
 
 
 _SIMILAR = "mmpos.similar"
-_ASCII = dict(zip("×–−·→≥≤✓✗⌊⌋⌈⌉δθπ", "x - - * -> >= <= y n floor( ) ceil( ) delta theta pi".split(), strict=True))
+_ASCII = {"×": "x", "–": "-", "−": "-", "·": "*", "→": "->", "≥": ">=", "≤": "<=", "✓": "y", "✗": "n"}
+_ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "δ": "delta", "θ": "theta", "π": "pi"}
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:

@@ -12,11 +12,7 @@ Shapes used throughout:
 from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, UnsupportedError
-from mmpos.positions import PositionTable, block_keys, place
-from mmpos.schemes import SCHEMES, Scheme
-from mmpos.segments import Grid, Placeholders, SegmentTable, Text
 from mmpos.support.extras import lazy_names
-from mmpos.support.info import info, version
 
 if TYPE_CHECKING:
     from mmpos import analysis, client, data, encodings, integrations, rotary
@@ -25,7 +21,11 @@ if TYPE_CHECKING:
     from mmpos.images import ImageProcessor, ImageSize
     from mmpos.integrations.diffusers import TransformerSettings, from_diffusers
     from mmpos.integrations.models import ModelSettings, from_hf_config
+    from mmpos.positions import PositionTable, block_keys, place
+    from mmpos.schemes import SCHEMES, Scheme
+    from mmpos.segments import Grid, Placeholders, SegmentTable, Text
     from mmpos.sequence import ByteTokenizer, InterleavedSequence, Markers, SequenceBuilder, Video
+    from mmpos.support.info import info
 
     __version__: str
 
@@ -67,21 +67,29 @@ __all__ = [
     "same_positions",
 ]
 
-if not TYPE_CHECKING:
+if not TYPE_CHECKING:  # nothing is imported before its first use, so that the programs can catch Ctrl-C
     _get_lazy, __dir__ = lazy_names(
         "mmpos",
         {
+            "SCHEMES": "schemes",
             "ByteTokenizer": "sequence",
             "Diagnosis": "analysis.diagnosis",
+            "Grid": "segments",
             "ImageProcessor": "images",
             "ImageSize": "images",
             "InterleavedSequence": "sequence",
             "Markers": "sequence",
             "ModelSettings": "integrations.models",
+            "Placeholders": "segments",
+            "PositionTable": "positions",
+            "Scheme": "schemes",
+            "SegmentTable": "segments",
             "SequenceBuilder": "sequence",
+            "Text": "segments",
             "TransformerSettings": "integrations.diffusers.settings",
             "Video": "sequence",
             "analysis": "analysis",
+            "block_keys": "positions",
             "client": "client",
             "data": "data",
             "diagnose": "analysis.diagnosis",
@@ -89,11 +97,20 @@ if not TYPE_CHECKING:
             "fingerprint": "analysis.fingerprint",
             "from_diffusers": "integrations.diffusers.settings",
             "from_hf_config": "integrations.models",
+            "info": "support.info",
             "integrations": "integrations",
+            "place": "positions",
+            "positions": "positions",
             "rotary": "rotary",
             "same_positions": "analysis.diagnosis",
+            "schemes": "schemes",
+            "segments": "segments",
         },
     )
 
     def __getattr__(name: str) -> object:
-        return version() if name == "__version__" else _get_lazy(name)
+        if name != "__version__":
+            return _get_lazy(name)
+        from mmpos.support.info import version
+
+        return version()

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from mmpos.support.extras import needed_for
-from mmpos.support.info import print_info
 from mmpos.support.program import App, run_program
 
 
@@ -28,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _info() -> App:
     """Create a program for ``mmpos info`` that needs no command-line packages and reports which ones are missing."""
+    from mmpos.support.info import print_info
+
     return lambda **_: print_info()
 
 

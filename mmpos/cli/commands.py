@@ -235,14 +235,24 @@ def schemes(
         str | None,
         typer.Option(help="The type of layer, for a config with a rotation for each.", show_default=False),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the schemes, and the number of ids that an image of 24×24 patches consumes in each."""
     if config is None:
-        report.show(console(), report.schemes_table())
+        if layer_type is not None:
+            raise InvalidInputError("--layer-type requires --config")
+        if as_json:
+            typer.echo(report.json_lines({name: row._asdict() for name, row in report.scheme_rows().items()}))
+        else:
+            report.print_schemes(console())
         return
     from mmpos.integrations.models import from_hf_config
 
-    report.show(console(), report.settings_table(from_hf_config(read_config(config), layer_type=layer_type)))
+    values = report.settings_values(from_hf_config(read_config(config), layer_type=layer_type))
+    if as_json:
+        typer.echo(report.json_lines(values))
+    else:
+        report.show_values({name: str(value) for name, value in values.items()}, "setting", "value")
 
 
 @app.command()

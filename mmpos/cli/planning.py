@@ -12,7 +12,7 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import group
-from mmpos.cli.options import flat
+from mmpos.cli.options import as_typed, flat
 from mmpos.support.checks import counted
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def plan_packs(
     from mmpos.data import Cost, plan, read_headers, write_index
 
     cost = Cost.from_hf_config(run.config) if run.config else Cost()
-    files = _ready_shards(inputs)
+    with as_typed(paths="FILE"):
+        files = _ready_shards(inputs)
     with report.progress_bar("files") as bar:
         headers, shard, row = read_headers(_counted(files, bar), patches_per_token=run.patches_per_token)
     planned = plan(headers, max_tokens=run.max_tokens, ranks=run.ranks, microbatches=run.microbatches, cost=cost)

@@ -16,7 +16,7 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import app
-from mmpos.cli.options import DEFAULT, SchemeName, flat, make_scheme
+from mmpos.cli.options import DEFAULT, SchemeName, as_typed, flat, make_scheme
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import counted, did_you_mean, naming
 from mmpos.support.extras import needed_for
@@ -197,22 +197,23 @@ def preprocess(
     try:
         from mmpos.data import shards, write_sequences
 
-        readers = shards(inputs)
-        callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
-        logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the summary and a file list skipped records
-        with report.progress_bar("shards", total=len(readers)) as bar:
-            summary = write_sequences(
-                readers,
-                output,
-                callable_,
-                engine=work.engine,
-                workers=work.workers,
-                on_error=work.on_error,
-                max_skipped=work.max_skipped,
-                overwrite=work.overwrite,
-                max_tokens=work.max_tokens,
-                report=ShownProgress(readers, bar),
-            )
+        with as_typed(paths="INPUT", folder="--output", max_skipped="--max-skipped"):
+            readers = shards(inputs)
+            callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
+            logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the summary and a file list skipped records
+            with report.progress_bar("shards", total=len(readers)) as bar:
+                summary = write_sequences(
+                    readers,
+                    output,
+                    callable_,
+                    engine=work.engine,
+                    workers=work.workers,
+                    on_error=work.on_error,
+                    max_skipped=work.max_skipped,
+                    overwrite=work.overwrite,
+                    max_tokens=work.max_tokens,
+                    report=ShownProgress(readers, bar),
+                )
     except KeyboardInterrupt:
         typer.echo("mmpos: stopped; run the same command to resume", err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -9,11 +9,12 @@ from dataclasses import fields
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 
 from mmpos.cli.options import Document, to_json
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
 _SHORT = 24  # largest number of tokens for which all ids are printed
 _MAX_DOCUMENTS, _MAX_SEGMENTS = 8, 20
 _MAX_JSON_TOKENS = 2**22
+_LEAST_WIDTH = 72  # number of columns for a table with descriptions
 
 
-def show(out: Console, table: Table) -> None:
-    """Print a table without trailing spaces."""
+def show(out: Console, table: RenderableType) -> None:
+    """Print a table or a text without trailing spaces."""
     with out.capture() as capture:
         out.print(table)
     for line in capture.get().splitlines():
@@ -71,10 +73,10 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-def show_values(values: Mapping[str, str]) -> None:
-    """Print names and values in two columns."""
-    table = new_table("", "")
-    table.show_header = False
+def show_values(values: Mapping[str, str], *header: str) -> None:
+    """Print names and values in two columns, under a header if there is one."""
+    table = new_table(*(header or ("", "")))
+    table.show_header = bool(header)
     for name, value in values.items():
         table.add_row(name, value)
     show(console(), table)
@@ -138,22 +140,46 @@ def segment_table(
     return table
 
 
-def schemes_table() -> Table:
-    """Create a table of the schemes: axes, the ids that an image consumes, and the first line of the documentation."""
-    table = new_table("scheme", "axes", "ids of\n24×24", "ids", "description", right=("axes", "ids of\n24×24"))
+class SchemeRow(NamedTuple):
+    """What the list of schemes says about one; without ids if text cannot continue after an image."""
+
+    axes: int
+    ids_of_24x24: int | None
+    fractional: bool
+    description: str
+
+
+def scheme_rows() -> dict[str, SchemeRow]:
+    """Describe the schemes by name, each with the first line of its documentation."""
+    rows = {}
     for name, scheme in SCHEMES.items():
-        try:
-            consumed = str(ids_consumed(name, [Grid(24, 24, seconds_per_frame=1)])[0])
-        except UnsupportedError:
-            consumed = "–"
         default = scheme()
-        summary = (scheme.__doc__ or "").strip().splitlines()[0]
-        table.add_row(name, str(default.axes), consumed, "fractions" if default.fractional else "integers", summary)
-    return table
+        try:
+            consumed = int(ids_consumed(default, [Grid(24, 24, seconds_per_frame=1)])[0])
+        except UnsupportedError:
+            consumed = None
+        rows[name] = SchemeRow(
+            default.axes, consumed, default.fractional, (scheme.__doc__ or "").strip().splitlines()[0]
+        )
+    return rows
 
 
-def settings_table(settings: ModelSettings) -> Table:
-    """Create a table of a model's settings that are not None, including the fields of rotary and placeholders."""
+def print_schemes(out: Console) -> None:
+    """Print the schemes as a table, or one below the other if the terminal is too narrow for the table."""
+    table = new_table("scheme", "axes", "ids of\n24×24", "ids", "description", right=("axes", "ids of\n24×24"))
+    for name, row in scheme_rows().items():
+        consumed = "–" if row.ids_of_24x24 is None else str(row.ids_of_24x24)
+        kind = "fractions" if row.fractional else "integers"
+        if out.width < _LEAST_WIDTH:
+            show(out, f"{name}: {counted(row.axes, 'axis')}, {consumed} ids of 24×24, {kind}")
+            show(out, Padding(row.description, (0, 0, 0, 2)))
+        table.add_row(name, str(row.axes), consumed, kind, row.description)
+    if out.width >= _LEAST_WIDTH:
+        show(out, table)
+
+
+def settings_values(settings: ModelSettings) -> dict[str, object]:
+    """Return a model's settings that are not None, including the fields of rotary and placeholders."""
     parts = {"rotary": settings.rotary, "second_rotary": settings.second_rotary, "placeholders": settings.placeholders}
     names = ("image_markers", "video_markers", "start", "spatial_merge_size", "temporal_merge_size", "patch_size")
     values: dict[str, object] = {"model_type": settings.model_type, "scheme": settings.scheme.label}
@@ -162,11 +188,7 @@ def settings_table(settings: ModelSettings) -> Table:
             known = {field.name: getattr(inside, field.name) for field in fields(inside) if field.init}
             values |= {f"{part}.{name}": value for name, value in known.items()}
     values |= {name: getattr(settings, name) for name in names}
-    table = new_table("setting", "value")
-    for name, value in values.items():
-        if value is not None:
-            table.add_row(name, str(value))
-    return table
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme: str) -> str:
@@ -194,7 +216,9 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme
 
 def json_lines(values: Mapping[str, object]) -> str:
     """Format a JSON object with one key per line."""
-    return "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()) + "}"
+    return (
+        "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, default=str)}" for key, value in values.items()) + "}"
+    )
 
 
 def save_ids(path: Path, positions: PositionTable) -> None:

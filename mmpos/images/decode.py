@@ -64,6 +64,9 @@ MOST_SCANS = 100
 
 _FORMATS = ("JPEG", "PNG", "GIF", "WEBP")
 
+_SIGNATURES = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG", b"GIF8": "GIF"}
+"""First bytes of the formats of which Pillow refuses a damaged header without a reason."""
+
 _STRIP_PIXELS = 2**17
 
 _BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -198,6 +201,9 @@ def _open_file(file: BinaryIO, data: Callable[[], bytes]) -> _File:
             file.seek(0)
             start = file.read(16)
             got = f"a file that starts with {start!r}" if start else "an empty file"
+            for signature, kind in _SIGNATURES.items():
+                if start.startswith(signature):
+                    got = f"a {kind} with a damaged header, or with a width or height of 0"
             raise InvalidInputError(f"image: got {got}, want a whole JPEG, PNG, WebP or GIF") from error
         return _File(image, reader, data, reader.tell(), _orientation(image))
 
@@ -475,4 +481,6 @@ def guarded(what: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, pillow().DecompressionBombError | pillow().DecompressionBombWarning):
             raise LimitExceededError(f"image: got a {what} above Pillow's own limit ({error})") from error
-        raise InvalidInputError(f"image: got a truncated or corrupt {what}, want a whole one ({error})") from error
+        # torchvision's errors contain paths of the machine that built it: "decode_jpeg, /…/decode_jpeg.cpp:171, …".
+        reason = re.sub(r"^\w+, \S+:\d+, ", "", str(error)).partition("\n")[0]
+        raise InvalidInputError(f"image: got a truncated or corrupt {what}, want a whole one ({reason})") from error

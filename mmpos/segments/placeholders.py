@@ -365,8 +365,8 @@ def _misfit(
         want += ", ends of rows included"
     elif not hint and run == merged[g, 2] < tokens[g]:
         hint = "; where a token of its own ends each row, name it in placeholders.rows"
-    else:
-        hint = hint or _sampled(batch, run, placeholders)
+    elif not hint and runs.total > tokens.sum():
+        hint = _sampled(batch, run, placeholders)
     at = batch.name(document[g], first[g])
     return f"{name}[{owner[g]}]: got a run of {counted(run, 'placeholder')} at {at}, {want}{hint}"
 

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
-__all__ = ["DISTRIBUTION", "lazy_names", "missing", "needed_for", "pip_install"]
+__all__ = ["DISTRIBUTION", "REINSTALL", "lazy_names", "missing", "needed_for", "pip_install"]
 
 DISTRIBUTION = "multimodal-positions"
 """Name of this package on package indexes, where the name ``mmpos`` belongs to another project."""
+
+REINSTALL = f"pip install --force-reinstall --no-deps --no-cache-dir {DISTRIBUTION} (in a clone: pip install -e .)"
+"""Command that builds the package again."""
 
 _OWN = ("mmpos", "mmpos_bench", "mmpos_server")
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mmpos.support.checks import IntArray
-from mmpos.support.extras import DISTRIBUTION
+from mmpos.support.extras import REINSTALL
 
 __all__ = ["INT64", "core", "int64", "warn_slow"]
 
@@ -38,10 +38,9 @@ except ImportError:
 @cache
 def warn_slow() -> None:
     """Warn once, at the caller of ``place``, that ``core`` is None."""
-    build = f"pip install --force-reinstall --no-deps --no-cache-dir {DISTRIBUTION} (in a clone: pip install -e .)"
     warnings.warn(
         "the C extension of mmpos was not built, so calls take 8 to 240 times as long, with the same results; "
-        f"install a C compiler, then build the extension: {build}",
+        f"install a C compiler, then build the extension: {REINSTALL}",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
+import unicodedata
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -62,11 +64,26 @@ def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | N
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the parent process
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # do not fail on a dash that the terminal cannot show
+    codecs.register_error(_SIMILAR, _similar)
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors=_SIMILAR)  # do not fail on a dash that the terminal cannot show
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: _say(name, "warning", str(message))
         return _run(name, load, arguments)
+
+
+_SIMILAR = "mmpos.similar"
+_ASCII = {"×": "x", "–": "-", "−": "-", "·": "*", "→": "->", "≥": ">=", "≤": "<=", "✓": "y", "✗": "n"}
+_ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "δ": "delta", "θ": "theta", "π": "pi"}
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters that an output cannot encode by similar ones in ASCII, or by a question mark."""
+    assert isinstance(error, UnicodeEncodeError)
+    characters = error.object[error.start : error.end]
+    plain = (_ASCII.get(c) or unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode() for c in characters)
+    return "".join(character or "?" for character in plain), error.end
 
 
 def _run(name: str, load: Callable[[], App], arguments: Sequence[str] | None) -> int:

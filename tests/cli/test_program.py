@@ -179,9 +179,43 @@ def test_every_error_produces_an_exit_code_and_at_most_one_line(
     assert capsys.readouterr() == ("", message and f"mmpos: {message}")
 
 
+@pytest.mark.parametrize("package", ["numpy", "rich", "typer"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "mmpos", "positions", "3"],
+        ["-c", "import sys; from mmpos.__main__ import main; sys.exit(main(['info']))"],
+    ],
+)
+def test_ctrl_c_during_imports_is_quiet(command: list[str], package: str, folder: Path) -> None:
+    if package != "numpy" and command[0] == "-c":
+        pytest.skip("mmpos info needs only numpy")
+    (folder / "sitecustomize.py").write_text(
+        "import signal, sys\nfrom importlib.abc import MetaPathFinder\n"
+        "class Interrupt(MetaPathFinder):\n    def find_spec(self, name, *_):\n"
+        f"        if name == '{package}':\n            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_an_unexpected_error_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_program("mmpos", ends(ZeroDivisionError()), [])
+
+
+def test_an_ascii_terminal_shows_similar_characters() -> None:
+    assert run_program("mmpos", lambda: lambda **_: 0, []) == 0  # registers the error handler
+    assert "✓ ✗ 2×3–4…·−² ≥→ ⌊δ⌋ é 図".encode("ascii", "mmpos.similar") == b"y n 2x3-4...*-2 >=-> floor(delta) e ?"
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    for arguments in (["positions", "3,2x3,2"], ["schemes"], ["positions", "2×é"]):
+        here, there = start(*arguments, env=ascii_only), start(*arguments)
+        assert not (there.stdout + there.stderr).isascii()
+        assert b"?" not in here.stdout + here.stderr
+        assert (here.returncode, here.stdout.count(b"\n")) == (there.returncode, there.stdout.count(b"\n"))
+    assert b"| grid 2x3 | (6, 5)" in start("positions", "3,2x3,2", env=ascii_only).stdout
 
 
 def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

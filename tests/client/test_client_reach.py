@@ -139,7 +139,7 @@ def test_a_client_limited_to_one_attempt_does_not_wait() -> None:
         (["127.0.0.1:1", "127.0.0.1:2"], "Connection refused"),
     ],
 )
-def test_a_client_without_a_server_says_what_to_start(address: str | list[str], reason: str) -> None:
+def test_a_client_without_a_server_says_how_to_start_one(address: str | list[str], reason: str) -> None:
     async def ask() -> None:
         async with AsyncClient(address, timeout=600) as client:
             await client.place(SEGMENTS)

@@ -545,7 +545,8 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["none.jsonl"], "paths[0]: got 'none.jsonl', want a file, or a pattern that matches files"),
+        (["none.jsonl"], "INPUT: got 'none.jsonl', want a file, or a pattern that matches files"),
+        (["s0.jsonl", "-o", "s0.jsonl"], "--output: got 's0.jsonl', which is a file, want a folder"),
         (["s0.jsonl", "-f", "laion"], f"--format: got 'laion', want one of {', '.join(FORMATS)}"),
         (
             ["s0.jsonl", "--marker", "images=1"],
@@ -568,7 +569,7 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
             ["s0.jsonl", "--config", ".", "--tokenizer", "bytes"],
             "--config cannot be combined with --tokenizer",
         ),
-        (["s0.jsonl", "--max-skipped", "1.5"], "max_skipped: got 1.5, want a share from 0 to 1"),
+        (["s0.jsonl", "--max-skipped", "1.5"], "--max-skipped: got 1.5, want a share from 0 to 1"),
     ],
 )
 def test_command_errors_are_a_single_line(

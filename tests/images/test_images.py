@@ -490,6 +490,9 @@ def test_decoder_errors_other_than_memory_errors_become_mmpos_errors() -> None:
         raise Image.DecompressionBombError("bomb")
     with pytest.raises(InvalidInputError, match="truncated or corrupt file"), decode.guarded("file"):
         raise struct.error("short")
+    reason = r"want a whole one \(Image is incomplete\)$"
+    with pytest.raises(InvalidInputError, match=reason), decode.guarded("file"):
+        raise RuntimeError("decode_jpeg, /builds/csrc/decode_jpeg.cpp:171, Image is incomplete\nException raised from")
     with pytest.raises(MemoryError), decode.guarded("file"):
         raise MemoryError
 
@@ -513,15 +516,21 @@ VALID = png(GRADIENT, 2, 8)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (VALID[:8] + chunk(b"IDAT", b""), "got a file that starts with"),
+        (VALID[:8] + chunk(b"IDAT", b""), "got a PNG with a damaged header, or with a width or height of 0, want"),
         (VALID[:60] + b"~" + VALID[61:], "truncated or corrupt PNG file"),
-        (png(GRADIENT, 5, 8), "got a file that starts with"),
-        (VALID[:8] + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b""), "got a file that starts with"),
-        (b"\xff\xd8\xff\xd9", "got a file that starts with"),
-        (b"\xff\xd8\xff\xda\0\2", "got a file that starts with"),
+        (png(GRADIENT, 5, 8), "got a PNG with a damaged header, or with a width or height of 0, want"),
+        (
+            VALID[:8] + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b""),
+            "got a PNG with a damaged header, or with a width or height of 0, want",
+        ),
+        (b"\xff\xd8\xff\xd9", "got a JPEG with a damaged header, or with a width or height of 0, want"),
+        (b"\xff\xd8\xff\xda\0\2", "got a JPEG with a damaged header, or with a width or height of 0, want"),
         (b"RIFF\0\0\0\0WEBPVP8?" + bytes(20), "got a file that starts with"),
-        (b"GIF89a\4\0\4\0\0\0\0;", "got a file that starts with"),
-        (b"GIF89a\4\0\4\0\0\0\0,\0\0\0\0\4\0\4\0\0", "got a file that starts with"),
+        (b"GIF89a\4\0\4\0\0\0\0;", "got a GIF with a damaged header, or with a width or height of 0, want"),
+        (
+            b"GIF89a\4\0\4\0\0\0\0,\0\0\0\0\4\0\4\0\0",
+            "got a GIF with a damaged header, or with a width or height of 0, want",
+        ),
     ],
 )
 def test_a_corrupt_file_is_refused(data: bytes, message: str, backend: str) -> None:

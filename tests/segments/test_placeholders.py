@@ -73,10 +73,10 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     f"video_grid_thw[0]: got a run of 3 placeholders at document 0, token 1, want 4 for 2x1x2 {AFTER}": (
         [1, *[VIDEO] * 3], None, {"video_grid_thw": [[2, 2, 4]], "spatial_merge_size": 2},
     ),
-    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 {AFTER}{SAMPLED}": (
+    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 1, want 2 for 1x1x2 {AFTER}": (
         [1, IMAGE, IMAGE, 1], [[1, 1, 2]], {"cu_seqlens": [0, 2, 4]},
     ),
-    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 3 for 1x1x3 {AFTER}{SAMPLED}": (
+    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 3 for 1x1x3 {AFTER}": (
         [[IMAGE, 1], [IMAGE, IMAGE]], [[1, 1, 3]], {},
     ),
     f"image_grid_thw[0]: got a run of 4 placeholders at document 0, token 1, want 16 for 1x4x4 {AFTER}"
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "image_grid_thw: got 1 grid, want more for 12 placeholders from document 0, token 4 on"
     " (fits with spatial_merge_size=1)": ([*[IMAGE] * 16, 1], [[1, 4, 4]], {"spatial_merge_size": 2}),
     # Without merging, this grid exceeds the limit of a segment, but that error must not replace the message.
-    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 {AFTER}{SAMPLED}": (
+    f"image_grid_thw[0]: got a run of 1 placeholder at document 0, token 0, want 4 for 1x2x2 {AFTER}": (
         [IMAGE], [[1, SIDE, SIDE]], {"spatial_merge_size": 2**15},
     ),
     f"image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 3 on{SAMPLED}": (
@@ -220,6 +220,10 @@ def test_a_sampled_placeholder_is_text_if_token_types_replace_the_ids() -> None:
     with pytest.raises(InvalidInputError) as error:
         SegmentTable.from_input_ids(ids, PATCHES, [[1, 1, 2]])
     assert str(error.value).endswith("want more for 1 placeholder from document 0, token 4 on" + SAMPLED)
+    with pytest.raises(InvalidInputError) as error:
+        SegmentTable.from_input_ids([*ids, 1, IMAGE, IMAGE], PATCHES, [[1, 1, 2]] * 2, cu_seqlens=[0, 6, 9])
+    got = "got a run of 1 placeholder at document 0, token 4, want 2 for 1x1x2 after merging"
+    assert str(error.value).endswith(got + SAMPLED)
     types = np.array([0, 1, 1, 0, 0, 0])
     segments = SegmentTable.from_input_ids(types, Placeholders(image=1, video=2), [[1, 1, 2]])
     assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(3)]]))

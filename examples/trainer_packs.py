@@ -14,8 +14,8 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import (
+    AutoModelForImageTextToText,
     Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -45,8 +45,22 @@ def make_config() -> Any:
     )
 
 
-def make_loader(config: Any, copies: int = 8) -> RankLoader[dict[str, Any]]:
-    """Create an endless loader whose batches are packs of photos and captions, in the form of model arguments."""
+def make_model(config: Any, checkpoint: Path | None) -> Any:
+    """Create a random model, or load the weights of a checkpoint and refuse it if a weight is missing or left over.
+
+    Trainer ignores such weights, and it does not know the names under which Qwen2-VL and Qwen2.5-VL are saved.
+    """
+    if checkpoint is None:
+        return AutoModelForImageTextToText.from_config(config)
+    model, info = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
+    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+    if wrong:
+        raise ValueError(f"{checkpoint}: got weights with {wrong}, want exactly those of the model")
+    return model
+
+
+def make_loader(config: Any, copies: int = 8, endless: bool = True) -> RankLoader[dict[str, Any]]:
+    """Create a loader whose batches are packs of photos and captions, in the form of model arguments."""
     settings = mmpos.from_hf_config(config)
     # For a real model, from_hf_config(folder) reads these arguments from the checkpoint's files.
     images = settings.image_processor(mean=[0.5] * 3, std=[0.5] * 3, min_pixels=3136, max_pixels=10_000)
@@ -60,17 +74,21 @@ def make_loader(config: Any, copies: int = 8) -> RankLoader[dict[str, Any]]:
         ModelCollator(settings, images),
         shuffle=4,
     )
-    return RankLoader(DataLoader(dataset, batch_size=None), even="repeat", endless=True)
+    return RankLoader(DataLoader(dataset, batch_size=None), even="repeat", endless=endless)
 
 
 class PackTrainer(Trainer):
-    """Trainer that takes its batches from a RankLoader."""
+    """Trainer that takes its batches from RankLoaders, which accelerate leaves unchanged."""
 
     loader: RankLoader[dict[str, Any]]
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader, which accelerate leaves unchanged."""
+        """Return the loader for training."""
         return self.loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the loader that was passed as ``eval_dataset``, without which Trainer refuses to evaluate."""
+        return self.eval_dataset
 
 
 class KeepLoader(TrainerCallback):
@@ -91,21 +109,27 @@ def state_file(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"loader-{rank}.json"
 
 
-def train(folder: Path, steps: int, *, checkpoint: Path | None = None, save_steps: int = 10) -> PackTrainer:
+def train(
+    folder: Path, steps: int, *, checkpoint: Path | None = None, save_steps: int = 10, config: Any = None
+) -> PackTrainer:
     """Train from the beginning, or resume from a checkpoint.
 
     Args:
         folder: folder in which checkpoints are saved.
         steps: number of optimizer steps, including those before the checkpoint.
         checkpoint: folder of the checkpoint to resume from.
-        save_steps: number of steps between checkpoints.
+        save_steps: number of steps between checkpoints; the model is evaluated before each of them.
+        config: config of the model; None uses ``make_config``.
     """
     torch.manual_seed(0)
-    config = make_config()
+    config = make_config() if config is None else config
     arguments = TrainingArguments(
         str(folder),
         max_steps=steps,
         save_steps=save_steps,
+        eval_strategy="steps",
+        eval_steps=save_steps,
+        prediction_loss_only=True,  # the logits of packs do not fit together
         learning_rate=3e-3,
         logging_steps=5,
         remove_unused_columns=False,  # the collator returns the model's arguments
@@ -118,7 +142,9 @@ def train(folder: Path, steps: int, *, checkpoint: Path | None = None, save_step
     loader = make_loader(config)  # after TrainingArguments, which connects the ranks
     if checkpoint is not None:
         loader.load_state_dict(json.loads(state_file(checkpoint, arguments.process_index).read_text()))
-    trainer = PackTrainer(Qwen3VLForConditionalGeneration(config), arguments, callbacks=[KeepLoader(loader)])
+    examples: Any = make_loader(config, copies=1, endless=False)  # evaluation must end
+    model = make_model(config, checkpoint)
+    trainer = PackTrainer(model, arguments, eval_dataset=examples, callbacks=[KeepLoader(loader)])
     trainer.loader = loader
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     return trainer

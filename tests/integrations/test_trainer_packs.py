@@ -13,9 +13,10 @@ import pytest
 import torch
 import trainer_packs
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
-from trainer_packs import losses, make_config, make_loader, state_file, train
-from training_models import examples_of
+from trainer_packs import losses, make_config, make_loader, make_model, state_file, train
+from training_models import examples_of, tiny_config
 
 from mmpos import SequenceBuilder
 from mmpos.data import PackedCollator, RankLoader
@@ -33,12 +34,19 @@ def as_lists(batches: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_the_example_equals_an_uninterrupted_run(tmp_path: Path) -> None:
-    uninterrupted = train(tmp_path / "uninterrupted", 12, save_steps=6)
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+def test_a_resumed_run_of_the_example_equals_an_uninterrupted_run(tmp_path: Path, model_type: str) -> None:
+    """Trainer alone would resume the two older types from random weights."""
+    config = make_config() if model_type == "qwen3_vl" else tiny_config(model_type)
+    config.vision_config.patch_size, config.vision_config.window_size = 14, 112
+    uninterrupted = train(tmp_path / "uninterrupted", 12, save_steps=6, config=config)
     first, *_, last = losses(uninterrupted)
     assert last < first
+    history = uninterrupted.state.log_history
+    before, after = (entry["eval_loss"] for entry in history if "eval_loss" in entry)
+    assert after < before
     checkpoint = tmp_path / "uninterrupted/checkpoint-6"
-    resumed = train(tmp_path / "resumed", 12, checkpoint=checkpoint, save_steps=6)
+    resumed = train(tmp_path / "resumed", 12, checkpoint=checkpoint, save_steps=6, config=config)
     assert resumed.state.global_step == 12
     weights, expected = (
         dict(trainer.model.named_parameters()) for trainer in (resumed, uninterrupted) if trainer.model
@@ -48,12 +56,23 @@ def test_a_resumed_run_of_the_example_equals_an_uninterrupted_run(tmp_path: Path
         value = parameter.detach()
         bound = torch.finfo(value.dtype).eps ** 0.5
         torch.testing.assert_close(weights[name].detach(), value, rtol=0, atol=bound * float(value.abs().max()))
-    loader = make_loader(make_config())
+    loader = make_loader(config)
     loader.load_state_dict(json.loads(state_file(checkpoint, 0).read_text()))
     loader.set_epoch(0)
-    batches = as_lists(islice(make_loader(make_config()), 20))
+    batches = as_lists(islice(make_loader(config), 20))
     assert as_lists(islice(loader, 14)) == batches[6:]
     assert batches[8:16] != batches[:8], "the next epoch is in another order"
+
+
+def test_the_example_refuses_a_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
+    config = tiny_config("qwen2_5_vl")
+    make_model(config, None).save_pretrained(tmp_path)
+    make_model(config, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"got weights with {'missing_keys': \['model.language_model.norm.weight'\]}"):
+        make_model(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -60,8 +60,8 @@ def place(
         A PositionTable.
 
     Raises:
-        InvalidInputError: the scheme or the start is invalid, grids touch against the scheme's rule, or a grid lacks the
-            seconds_per_frame on which the scheme's ids depend.
+        InvalidInputError: the scheme or the start is invalid, grids touch against the scheme's rule, or a grid lacks
+            the seconds_per_frame on which the scheme's ids depend.
         UnsupportedError: the scheme does not support a segment or a part of it, such as frames or row separators.
         LimitExceededError: an id or a next position is outside int32, or a denominator is 2**31 or more.
     """

@@ -34,22 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "BACKENDS",
-    "MOST_READS",
-    "MOST_SCANS",
-    "ImageSize",
-    "Source",
-    "decode_jpeg",
-    "guarded",
-    "is_of",
-    "open_source",
-    "pillow",
-    "read_data_url",
-    "resize",
-    "samples",
-    "to_rgb",
-    "torchvision",
-]
+    "BACKENDS", "MOST_READS", "MOST_SCANS", "ImageSize", "Source", "decode_jpeg", "guarded", "is_of", "open_source",
+    "pillow", "read_data_url", "resize", "samples", "to_rgb", "torchvision",
+]  # fmt: skip
 
 Samples = Array  # (h, w, 1 | 3 | 4), uint8 or uint16
 Pixels = npt.NDArray[np.uint8]  # (h, w, 3)
@@ -199,7 +186,7 @@ def _open_file(file: BinaryIO, data: Callable[[], bytes]) -> _File:
             start = file.read(16)
             got = f"a file that starts with {start!r}" if start else "an empty file"
             raise InvalidInputError(f"image: got {got}, want a whole JPEG, PNG, WebP or GIF") from error
-        return _File(image, reader, data, reader.tell(), _orientation(image))
+        return _File(image, reader, data, reader.tell(), _orientation(image, reader))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +219,8 @@ class _File:
         if is_jpeg and (scans := self._count_scans(data)) > MOST_SCANS:
             raise LimitExceededError(f"image: got a JPEG with {scans} scans, want <= {MOST_SCANS}")
         if is_jpeg and least is not None:
-            image.draft(
-                None, least if self.orientation >= 5 else least[::-1]
-            )  # divides the size by 2, 4 or 8, but not below this size
+            # Divide the size by 2, 4 or 8, but not below this size.
+            image.draft(None, least if self.orientation >= 5 else least[::-1])
         width, height = image.size
         with guarded(f"{image.format} file"):
             if is_jpeg and backend == "torchvision" and image.mode in ("L", "RGB") and image.size == whole:
@@ -285,10 +271,16 @@ class _Pillow:
 
     @property
     def size(self) -> ImageSize:
-        return _upright(self.image.size, _orientation(self.image))
+        return _upright(self.image.size, self.orientation)
+
+    @property
+    def orientation(self) -> int:
+        """Orientation, 1 to 8; an image that Pillow has not loaded yet still has its file."""
+        file = getattr(self.image, "fp", None)
+        return _orientation(self.image, file and _Reader(file))
 
     def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
-        image, size, turn = self.image, self.size, _orientation(self.image)
+        image, size, turn = self.image, self.size, self.orientation
         with guarded("Pillow image"):
             array = _orient(samples(image), turn)
             palette = image.getpalette() if image.palette else None
@@ -302,15 +294,43 @@ def _digest(header: tuple[object, ...], pixels: bytes | memoryview) -> str:
     return digest.hexdigest()
 
 
-def _orientation(image: Image) -> int:
-    """Read the EXIF orientation, 1 to 8; return 1 if it is missing or damaged, because the pixels can still be used."""
-    if "exif" not in image.info:  # getexif would decode a whole PNG to look for it
-        return 1
+def _orientation(image: Image, file: _Reader | None = None) -> int:
+    """Read the orientation in EXIF or XMP, 1 to 8; return 1 if it is missing or damaged.
+
+    Args:
+        image: opened image.
+        file: its file, if what follows the pixels has not been read.
+    """
     try:
-        orientation = image.getexif().get(0x0112, 1)
+        if file is not None and image.format == "PNG":
+            image = _with_late_chunks(image, file)
+        # The getexif of a PNG would decode it.
+        orientation = pillow().Image.getexif(image).get(0x0112, 1)
+    except LimitExceededError:
+        raise
     except Exception:  # Pillow raises errors of various types for damaged data
         return 1
     return int(orientation) if orientation in range(1, 9) else 1
+
+
+def _with_late_chunks(image: Image, file: _Reader) -> Image:
+    """Return a PNG that has the same metadata before its pixels as ``image`` has before and after them."""
+    place, at, pixels, late = file.tell(), 8, False, False
+    file.allow(file.seek(0, os.SEEK_END))
+    kept = [b"\x89PNG\r\n\x1a\n"]
+    while True:
+        file.seek(at)
+        head = file.read(8)
+        length, kind = int.from_bytes(head[:4]), head[4:]
+        if len(head) < 8 or kind == b"IEND":
+            break
+        if kind in (b"IHDR", b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
+            kept.append(head + file.read(length + 4))
+            late |= pixels
+        pixels |= kind == b"IDAT"
+        at += 12 + length
+    file.seek(place)
+    return pillow().open(io.BytesIO(b"".join([*kept, bytes(4), b"IDAT"]))) if late else image
 
 
 def _upright(size: tuple[int, int], orientation: int) -> ImageSize:

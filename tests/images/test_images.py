@@ -421,26 +421,40 @@ def test_webps_and_first_frames_of_gifs_are_decoded_as_by_pillow(backend: str) -
         assert exact(backend).inspect(data) == ImageSize(48, 64)
 
 
+XMP = b'<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="%d"/>'
+PLACES = {
+    "EXIF": lambda kind, n: encoded(photo(), kind, exif=exif(n), lossless=True),
+    "XMP": lambda kind, n: encoded(photo(), kind, xmp=XMP % n, lossless=True),
+    "XMP in iTXt": lambda _, n: png(GRADIENT, 2, 8, before=chunk(b"iTXt", b"XML:com.adobe.xmp" + 5 * b"\0" + XMP % n)),
+    "late XMP": lambda _, n: png(GRADIENT, 2, 8, after=chunk(b"iTXt", b"XML:com.adobe.xmp" + 5 * b"\0" + XMP % n)),
+    "late eXIf": lambda _, n: png(GRADIENT, 2, 8, after=chunk(b"eXIf", exif(n)[6:])),
+    "both": lambda _, n: png(GRADIENT, 2, 8, before=chunk(b"eXIf", exif(3)[6:]), after=chunk(b"eXIf", exif(n)[6:])),
+    "profile": lambda _, n: png(
+        GRADIENT, 2, 8, before=chunk(b"tEXt", PROFILE % (len(exif(n)), exif(n).hex().encode()))
+    ),
+}
+PROFILE = b"Raw profile type exif\0\nexif\n%8d\n%b\n"
+"""Text in which ImageMagick stores EXIF."""
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "Pillow"])
-def test_orientation_rotates_sizes_and_pixels(kind: str, orientation: int, backend: str) -> None:
-    options = {"lossless": True} if kind == "WEBP" else {}
-    data = encoded(photo(), "PNG" if kind == "Pillow" else kind, exif=exif(orientation), **options)
-    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    source = Image.open(io.BytesIO(data)) if kind == "Pillow" else data
-    want = ImageSize(64, 48) if orientation >= 5 else ImageSize(48, 64)
-    assert exact(backend).inspect(source) == want
-    got = pixels(source, backend)
-    assert np.abs(got - np.asarray(upright).astype(int)).max() <= (3 if kind == "JPEG" else 0)
-    resized = ImageProcessor(backend).process(source)
-    np.testing.assert_array_equal(resized.patches, ImageProcessor(backend).process(got).patches)
-
-
-def test_orientation_stored_after_the_pixels_of_a_png_is_ignored() -> None:
-    data = png(GRADIENT, 2, 8, after=chunk(b"eXIf", exif(6).removeprefix(b"Exif\0\0")))
-    assert exact().inspect(data) == ImageSize(4, 8)
-    np.testing.assert_array_equal(pixels(data), GRADIENT)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("JPEG", "EXIF"), ("WEBP", "EXIF"), ("JPEG", "XMP"), ("WEBP", "XMP"), *(("PNG", p) for p in PLACES if p != "XMP")],
+)
+def test_orientation_is_applied_wherever_pillow_finds_it(kind: str, place: str, orientation: int, backend: str) -> None:
+    data = PLACES[place](kind, orientation)
+    upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))).astype(int)
+    assert (upright.shape[0] > upright.shape[1]) == (orientation >= 5)
+    loaded = Image.open(io.BytesIO(data))
+    loaded.load()
+    for source in (data, Image.open(io.BytesIO(data)), loaded):
+        assert exact(backend).inspect(source) == ImageSize(*upright.shape[:2])
+        got = pixels(source, backend)
+        assert np.abs(got - upright).max() <= (3 if kind == "JPEG" else 0)
+        resized = ImageProcessor(backend).process(source)
+        np.testing.assert_array_equal(resized.patches, ImageProcessor(backend).process(got).patches)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")

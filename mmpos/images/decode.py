@@ -66,8 +66,8 @@ class ImageSize:
     """An image known only by its size; unpacks into (height, width).
 
     Args:
-        height: rows of pixels, at least 1, after EXIF orientation.
-        width: columns of pixels, at least 1, after EXIF orientation.
+        height: rows of pixels, at least 1, after orientation.
+        width: columns of pixels, at least 1, after orientation.
     """
 
     height: int
@@ -86,7 +86,7 @@ class Source(Protocol):
 
     @property
     def size(self) -> ImageSize:
-        """Image size after EXIF orientation."""
+        """Image size after orientation."""
 
     def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
         """Return the upright samples (h, w, 1 | 3 | 4) as uint8 or uint16, possibly as a view, and the content hash.
@@ -143,7 +143,8 @@ def open_source(image: object) -> Iterator[Source]:
     elif isinstance(image, np.ndarray):
         yield _Array(_checked(image, (np.uint8, np.uint16), channels_last=True))
     elif is_of("PIL.Image", "Image", image):
-        yield _Pillow(cast("Image", image))
+        stored = getattr(image, "fp", None)  # the file of an image that Pillow has not decoded yet
+        yield _Pillow(cast("Image", image), _orientation(cast("Image", image), stored and _Reader(stored)))
     elif is_of("torch", "Tensor", image):
         yield _Array(_from_torch(cast("Tensor", image)))
     elif isinstance(image, str):
@@ -198,7 +199,7 @@ class _File:
         reader: reader for the file.
         data: function that returns all bytes of the file.
         header: number of bytes before the pixels, which Pillow has read.
-        orientation: EXIF orientation, 1 to 8.
+        orientation: orientation in EXIF or XMP, 1 to 8.
     """
 
     image: ImageFile
@@ -268,16 +269,11 @@ class _Array:
 @dataclass(frozen=True, slots=True)
 class _Pillow:
     image: Image
+    orientation: int
 
     @property
     def size(self) -> ImageSize:
         return _upright(self.image.size, self.orientation)
-
-    @property
-    def orientation(self) -> int:
-        """Orientation, 1 to 8; an image that Pillow has not loaded yet still has its file."""
-        file = getattr(self.image, "fp", None)
-        return _orientation(self.image, file and _Reader(file))
 
     def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
         image, size, turn = self.image, self.size, self.orientation
@@ -297,15 +293,12 @@ def _digest(header: tuple[object, ...], pixels: bytes | memoryview) -> str:
 def _orientation(image: Image, file: _Reader | None = None) -> int:
     """Read the orientation in EXIF or XMP, 1 to 8; return 1 if it is missing or damaged.
 
-    Args:
-        image: opened image.
-        file: its file, if what follows the pixels has not been read.
+    ``file`` is the file of an image that has not been decoded, whose metadata after the pixels Pillow does not know.
     """
     try:
         if file is not None and image.format == "PNG":
             image = _with_late_chunks(image, file)
-        # The getexif of a PNG would decode it.
-        orientation = pillow().Image.getexif(image).get(0x0112, 1)
+        orientation = pillow().Image.getexif(image).get(0x0112, 1)  # the method of the class of PNGs decodes pixels
     except LimitExceededError:
         raise
     except Exception:  # Pillow raises errors of various types for damaged data
@@ -315,9 +308,8 @@ def _orientation(image: Image, file: _Reader | None = None) -> int:
 
 def _with_late_chunks(image: Image, file: _Reader) -> Image:
     """Return a PNG that has the same metadata before its pixels as ``image`` has before and after them."""
-    place, at, pixels, late = file.tell(), 8, False, False
+    place, at, kept = file.tell(), 8, [b"\x89PNG\r\n\x1a\n"]
     file.allow(file.seek(0, os.SEEK_END))
-    kept = [b"\x89PNG\r\n\x1a\n"]
     while True:
         file.seek(at)
         head = file.read(8)
@@ -326,11 +318,9 @@ def _with_late_chunks(image: Image, file: _Reader) -> Image:
             break
         if kind in (b"IHDR", b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
             kept.append(head + file.read(length + 4))
-            late |= pixels
-        pixels |= kind == b"IDAT"
         at += 12 + length
     file.seek(place)
-    return pillow().open(io.BytesIO(b"".join([*kept, bytes(4), b"IDAT"]))) if late else image
+    return pillow().open(io.BytesIO(b"".join([*kept, bytes(4), b"IDAT"]))) if len(kept) > 2 else image
 
 
 def _upright(size: tuple[int, int], orientation: int) -> ImageSize:

@@ -60,9 +60,9 @@ def place(
         A PositionTable.
 
     Raises:
-        InvalidInputError: the scheme is unknown, the start is invalid, or grids touch although the scheme forbids it.
-        UnsupportedError: the scheme does not support frames, text, audio, row separators, clips, thumbnails or tiles
-            that the segments contain.
+        InvalidInputError: the scheme or the start is invalid, grids touch against the scheme's rule, or a grid lacks
+            the seconds_per_frame on which the scheme's ids depend.
+        UnsupportedError: the scheme does not support a segment or a part of it, such as frames or row separators.
         LimitExceededError: an id or a next position is outside int32, or a denominator is 2**31 or more.
     """
     scheme = get_scheme(scheme)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from hf_models import WAYS, config_of, model_of, patched, rotary_of, text, tokens, two_rows
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForSequenceClassification
 
 from mmpos import InvalidInputError, PositionTable, UnsupportedError
 from mmpos.integrations.hf import patch, unpatch
+from mmpos.integrations.hf.patches import Attribute, Patch
 
 
 def state(model: torch.nn.Module) -> list[Any]:
@@ -61,6 +63,19 @@ def test_a_forward_set_by_other_code_is_not_replaced() -> None:
     assert torch.equal(model(input_ids, mm_position_ids=table).logits, want)
     unpatch(model)
     assert "forward" in vars(attention)
+
+
+def test_a_failed_patch_leaves_nothing_behind() -> None:
+    module = nn.Linear(1, 1)
+    before = sorted(vars(module))
+
+    def hooks() -> Iterator[RemovableHandle]:
+        yield module.register_forward_hook(lambda *_: None)
+        raise RuntimeError("no more hooks")
+
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        Patch.install(module, hooks, [Attribute(module, "forward", module.forward)])
+    assert (sorted(vars(module)), len(module._forward_hooks)) == (before, 0)
 
 
 def test_unpatch_refuses_to_remove_a_forward_set_by_other_code() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import counted
 
-__all__ = ["pack_latents", "patch_sides", "unpack_latents"]
+__all__ = ["pack_latents", "unpack_latents"]
 
 PatchSize = int | Sequence[int]
 
@@ -79,12 +78,6 @@ def unpack_latents(packed: Tensor, sizes: Sequence[Sequence[int]], patch_size: P
         got = f"{counted(len(sizes), 'size')} with {sum(widths)} columns"
         raise InvalidInputError(f"sizes: got {got}, want the sizes of the strips in shape {tuple(packed.shape)}")
     return [_image(strip, size, sides) for strip, size in zip(strips, sizes, strict=True)]
-
-
-def patch_sides(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the frames, rows and columns of a patch from a transformer's config."""
-    size = config["patch_size"]
-    return (config.get("patch_size_t") or 1, size, size) if isinstance(size, int) else tuple(size)
 
 
 def _sides(patch_size: PatchSize, dimensions: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.hf.anatomy import APPLY, Anatomy, dissect, rotaries_of, rotating_forward
+from mmpos.integrations.hf.patches import Attribute, Patch, unpatched
 from mmpos.integrations.hf.positions import (
     ARGUMENT,
     checked_positions,
@@ -25,7 +26,6 @@ from mmpos.integrations.hf.positions import (
     separating_arguments,
     tokens_of,
 )
-from mmpos.integrations.patches import Attribute, Patch, unpatched
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.apply import apply_rotary, cos_sin
 from mmpos.rotary.config import Rotary
@@ -80,7 +80,7 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
         attributes.append(Attribute(model, "prepare_inputs_for_generation", prepare))
         attributes.append(Attribute(model, "generate", partial(generate, model, list(rotaries.values()))))
     hook = ModelHook(rotaries, fused, anatomy.names, anatomy.packs)
-    Patch.install("model", model, lambda: _hooks(anatomy, hook), attributes)
+    Patch.install(model, lambda: _hooks(anatomy, hook), attributes)
     return model
 
 
@@ -96,7 +96,7 @@ def unpatch(model: Model) -> Model:
     Raises:
         InvalidInputError: the model is not patched, or other code has replaced an attribute set by ``patch``.
     """
-    return unpatched("model", model)
+    return unpatched(model)
 
 
 def _hooks(anatomy: Anatomy, hook: ModelHook) -> Iterator[RemovableHandle]:

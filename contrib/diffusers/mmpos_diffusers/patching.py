@@ -20,34 +20,41 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mmpos import PositionTable
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.diffusers.anatomy import Arguments, TransformerAnatomy, anatomy_of
-from mmpos.integrations.diffusers.rows import Rows, Streams
-from mmpos.integrations.diffusers.settings import from_diffusers
-from mmpos.integrations.patches import Attribute, Patch, is_patched, unpatched
-from mmpos.positions.table import PositionTable
-from mmpos.rotary.config import Rotary
-from mmpos.support.checks import counted
+from mmpos.integrations.diffusers import from_diffusers
+from mmpos.rotary import Rotary
+from mmpos_diffusers.anatomy import Arguments, TransformerAnatomy, anatomy_of
+from mmpos_diffusers.rows import Rows, Streams
 
 __all__ = ["patch", "unpatch"]
 
 Transformer = TypeVar("Transformer", bound=nn.Module)
 Call = tuple[tuple[object, ...], Arguments]
 
-_ARGUMENT = "positions"
-"""Name of the argument through which a call passes a table."""
-
 _KEY = "mm_rows"
 """Key in joint_attention_kwargs under which blocks receive rows if no module computes their rotations."""
 
 
-@dataclass(frozen=True)
-class _Processing:
-    """Rows of the running processor, and whether the processor rotates q and k."""
+@dataclass(frozen=True, eq=False)
+class _Patch:
+    """Changes to a transformer, which ``unpatch`` undoes.
 
-    rows: Rows
-    rotates: bool
+    Args:
+        handles: handles of the registered hooks.
+        rope: module whose forward was replaced.
+        forward: the function that replaced it.
+        processors: attention processors, each with the subclass that replaced its class.
+    """
 
+    handles: Sequence[RemovableHandle]
+    rope: nn.Module
+    forward: Callable[..., object]
+    processors: Sequence[tuple[Any, type]]
+
+
+_PATCH = "_mmpos_patch"
+"""Attribute of a patched transformer that contains its _Patch."""
 
 _MARK = "_mmpos_rotates"
 """Attribute that marks processor classes that rotate by positions."""
@@ -58,7 +65,8 @@ _STREAMS: ContextVar[Streams | None] = ContextVar("mmpos_streams", default=None)
 _BLOCK: ContextVar[Rows | None] = ContextVar("mmpos_block", default=None)
 """Rows of the block that is running."""
 
-_PROCESSING: ContextVar[_Processing | None] = ContextVar("mmpos_processing", default=None)
+_ATTEND: ContextVar[Callable[..., Tensor] | None] = ContextVar("mmpos_attend", default=None)
+"""Method of these rows by which the running processor attends."""
 
 
 def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer:
@@ -76,8 +84,8 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
     separate timesteps (Wan, LTX), a packed row also accepts one timestep per document. A transformer that cuts patches
     itself accepts images of mixed sizes from ``pack_latents``.
 
-    Call diffusers' ``enable_parallelism`` after ``patch``; every rank then takes the whole inputs and the whole table.
-    A context-parallel rank that splits inputs itself passes the table's ``shard`` and the tokens at ``shard_indices``.
+    A context-parallel rank passes the table's ``shard`` and the tokens at ``shard_indices``; diffusers'
+    ``enable_parallelism`` is not supported.
 
     Args:
         transformer: instance of a class in ``ANATOMIES``; changed in place.
@@ -92,15 +100,20 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
         InvalidInputError: the transformer is already patched, or the heads, axes or pairs of rotary differ from those
             of the transformer.
     """
-    if is_patched(_checked_module(transformer)):
+    if hasattr(transformer, _PATCH):
         raise InvalidInputError("transformer: got a patched transformer; call unpatch first")
     anatomy = anatomy_of(transformer)
-    rotaries = _rotaries(rotary, transformer)
+    own = from_diffusers(transformer).rotary
+    hook = TransformerHook(transformer, anatomy, own if rotary is None else _checked_rotary(rotary, own))
     rope = getattr(transformer, anatomy.rope)
-    forward = Attribute(rope, "forward", partial(_rope_forward, rope, anatomy))
-    hook = TransformerHook(transformer, anatomy, rotaries)
+    if "forward" in vars(rope):
+        got = f"{type(rope).__name__}.forward"
+        raise UnsupportedError(f"transformer: got {got} set on the instance, want the method of the class")
     processors = _processors(anatomy.attentions(transformer))
-    Patch.install("transformer", transformer, lambda: _hooks(transformer, anatomy, hook), [forward], processors)
+    for processor, kind in processors:
+        processor.__class__ = kind
+    rope.forward = partial(_rope_forward, rope, anatomy)
+    setattr(transformer, _PATCH, _Patch([*_hooks(transformer, anatomy, hook)], rope, rope.forward, processors))
     return transformer
 
 
@@ -116,37 +129,36 @@ def unpatch(transformer: Transformer) -> Transformer:
     Raises:
         InvalidInputError: the transformer is not patched, or other code has replaced an attribute set by ``patch``.
     """
-    return unpatched("transformer", _checked_module(transformer))
-
-
-def _checked_module(transformer: Transformer) -> Transformer:
-    if not isinstance(transformer, nn.Module):
-        raise InvalidInputError(f"transformer: got {type(transformer).__name__}, want a diffusers transformer")
+    patch = getattr(transformer, _PATCH, None)
+    if patch is None:
+        raise InvalidInputError(f"transformer: got an unpatched {type(transformer).__name__}, want the patched module")
+    if patch.rope.forward is not patch.forward:
+        got = f"{type(patch.rope).__name__}.forward"
+        raise InvalidInputError(f"transformer: got {got} that was replaced after patch, want the value that patch set")
+    for handle in patch.handles:
+        handle.remove()
+    del patch.rope.forward
+    for processor, kind in patch.processors:
+        if type(processor) is kind:
+            processor.__class__ = kind.__base__
+    delattr(transformer, _PATCH)
     return transformer
 
 
-def _rotaries(rotary: Rotary | None, transformer: nn.Module) -> list[Rotary]:
-    """Return the rotations of a transformer, or ``rotary`` after checking that its heads, axes and pairs match."""
-    settings = from_diffusers(transformer)
-    own = settings.rotary
-    if rotary is None:
-        return [own] if settings.second_rotary is None else [own, settings.second_rotary]
+def _checked_rotary(rotary: Rotary, own: Rotary) -> Rotary:
+    """Check that the heads, axes and pairs of a rotation match the transformer's own rotation."""
     if not isinstance(rotary, Rotary):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary")
-    if settings.second_rotary is not None:
-        raise InvalidInputError("rotary: got a Rotary, want None because the channels of a pair rotate differently")
     for field in ("head_dim", "rotary_dim", "axes", "pairing", "kv_heads"):
         got, want = getattr(rotary, field), getattr(own, field)
         if got != want:
             raise InvalidInputError(f"rotary.{field}: got {got!r}, want {want!r} as in the transformer")
-    return [rotary]
+    return rotary
 
 
 def _hooks(transformer: Any, anatomy: TransformerAnatomy, hook: TransformerHook) -> Iterator[RemovableHandle]:
     yield transformer.register_forward_pre_hook(hook, with_kwargs=True)
     yield transformer.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
-    rope = getattr(transformer, anatomy.rope)
-    yield rope.register_forward_hook(partial(_after_rope, anatomy))
     if anatomy.text_module:
         texts = getattr(transformer, anatomy.text_module)
         yield texts.register_forward_pre_hook(_mask_texts)
@@ -162,9 +174,7 @@ def _processors(attentions: Sequence[Any]) -> list[tuple[Any, type]]:
     processors = {id(attention.processor): attention.processor for attention in attentions}.values()
     kinds: list[Any] = [type(processor) for processor in processors]
     if any(_MARK in vars(kind) for kind in kinds):
-        raise UnsupportedError(
-            "processor: got one shared with another patched transformer, want one that is not shared"
-        )
+        raise UnsupportedError("processor: got that of another patched transformer, want one that is not shared")
     return list(zip(processors, map(_patched_class, kinds), strict=True))
 
 
@@ -174,34 +184,34 @@ class TransformerHook:
     Args:
         transformer: the patched transformer.
         anatomy: anatomy of its class.
-        rotaries: rotations of q and k; see Rows.
+        rotary: rotation of q and k.
     """
 
-    def __init__(self, transformer: nn.Module, anatomy: TransformerAnatomy, rotaries: Sequence[Rotary]) -> None:
+    def __init__(self, transformer: nn.Module, anatomy: TransformerAnatomy, rotary: Rotary) -> None:
         self.anatomy = anatomy
-        self.rotaries = rotaries
+        self.rotary = rotary
         self.names = tuple(inspect.signature(type(transformer).forward).parameters)[1:]
         self.num_rotating = anatomy.num_rotating(transformer)
 
     def __call__(self, transformer: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> Call | None:
         """Return new arguments if positions are passed, else None."""
-        if _ARGUMENT not in kwargs:
+        if "positions" not in kwargs:
             return None
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        positions = arguments.pop(_ARGUMENT)
+        positions = arguments.pop("positions")
         if positions is None:
             return (), arguments
         if not isinstance(positions, PositionTable):
-            raise InvalidInputError(f"{_ARGUMENT}: got {type(positions).__name__}, want a PositionTable")
-        axes = self.rotaries[0].axes
+            raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
+        axes = self.rotary.axes
         if positions.axes != axes:
-            got, want = counted(positions.axes, "axis"), f"{axes} as in rotary"
-            raise InvalidInputError(f"{_ARGUMENT}: got {got}, want {want}")
-        streams = self.anatomy.streams(transformer, positions, self.rotaries, arguments)
+            raise InvalidInputError(f"positions.axes: got {positions.axes}, want {axes} as in rotary")
+        streams = self.anatomy.streams(transformer, positions, self.rotary, arguments)
         arguments |= self.anatomy.replacements(streams, arguments)
-        if "joint_attention_kwargs" in self.names:
+        if self.anatomy.by_kwargs:
             block_kwargs = arguments.get("joint_attention_kwargs") or {}
-            arguments["joint_attention_kwargs"] = {**block_kwargs, _KEY: streams.deferred}
+            rows = streams.rows(self.anatomy.order)
+            arguments["joint_attention_kwargs"] = {**block_kwargs, _KEY: rows}
         _STREAMS.set(streams)
         return (), arguments
 
@@ -218,22 +228,11 @@ class TransformerHook:
 
 
 def _rope_forward(rope: nn.Module, anatomy: TransformerAnatomy, *args: Any, **kwargs: object) -> object:
-    """Replace the forward of the rotary module: return token numbers if the call has positions, else rotations."""
-    streams = _STREAMS.get()
-    return type(rope).forward(rope, *args, **kwargs) if streams is None else anatomy.token_numbers(streams, *args)
-
-
-def _after_rope(
-    anatomy: TransformerAnatomy, rope: nn.Module, args: tuple[object, ...], output: Sequence[Tensor]
-) -> object:
-    """Replace the output of the rotary module, already split among ranks, with the rows of this rank's tokens."""
+    """Replace the forward of the rotary module: return rows if the call has positions, else rotations."""
     streams = _STREAMS.get()
     if streams is None:
-        return None
-    tokens = np.unique(torch.cat([numbers.flatten() for numbers in output]).cpu().numpy())
-    if anatomy.rows is None:
-        return streams.rows(anatomy.order, tokens)
-    return anatomy.rows(streams, anatomy.order, tokens, rope, *args)
+        return type(rope).forward(rope, *args, **kwargs)
+    return (args[0], args[0]) if anatomy.by_kwargs else streams.rows(anatomy.order)
 
 
 def _mask_texts(module: nn.Module, args: tuple[Any, ...]) -> tuple[object, ...] | None:
@@ -255,10 +254,9 @@ def _texts_in_rows(module: nn.Module, args: tuple[object, ...], texts: Tensor) -
 def _enter_block(block: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> None:
     """Record the rows in the arguments of a block before the block runs."""
     for value in (*args, *kwargs.values()):
-        candidates = value.get(_KEY, ()) if isinstance(value, Mapping) else [value]
-        for rows in candidates:
-            if isinstance(rows, Rows):
-                _BLOCK.set(rows)
+        rows = value.get(_KEY) if isinstance(value, Mapping) else value
+        if isinstance(rows, Rows):
+            _BLOCK.set(rows)
 
 
 def _leave_block(block: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -270,7 +268,7 @@ def _leave_block(block: nn.Module, args: tuple[object, ...], output: object) -> 
 def _patched_class(kind: type) -> type:
     """Derive a processor class that rotates by positions in blocks with rows, and works as before in other blocks."""
     original: Any = vars(kind)["__call__"]
-    names = {**original.__globals__, **_patched_globals(original.__globals__)}
+    names = {**original.__globals__, "dispatch_attention_fn": partial(_attend, original.__globals__)}
     copied = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     copied.__kwdefaults__ = original.__kwdefaults__
     signature = inspect.signature(original)
@@ -287,11 +285,11 @@ def _patched_class(kind: type) -> type:
         for name, value in bound.arguments.items():
             if isinstance(value, Rows):
                 bound.arguments[name], rotates = None, True
-        token = _PROCESSING.set(_Processing(rows, rotates))
+        token = _ATTEND.set(rows.attend if rotates else rows.attend_to_text)
         try:
             return copied(*bound.args, **bound.kwargs)
         finally:
-            _PROCESSING.reset(token)
+            _ATTEND.reset(token)
 
     # Attention modules pass only the arguments in a processor's signature.
     key = inspect.Parameter(_KEY, inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -301,46 +299,8 @@ def _patched_class(kind: type) -> type:
     return type(kind.__name__, (kind,), members)
 
 
-def _patched_globals(names: Mapping[str, Any]) -> dict[str, object]:
-    """Wrap the attention functions of a processor's module to rotate by the rows of the running processor."""
-
-    def dispatch_attention_fn(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return _attend(names["dispatch_attention_fn"], query, key, value, options)
-
-    if "dispatch_attention_fn" in names:
-        return {"dispatch_attention_fn": dispatch_attention_fn}
-    return {"F": Functional(names["F"])}
-
-
-class Functional:
-    """torch.nn.functional with an attention function that rotates by the rows of the running processor.
-
-    Args:
-        functional: the module torch.nn.functional.
-    """
-
-    def __init__(self, functional: Any) -> None:
-        self.functional = functional
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.functional, name)
-
-    def scaled_dot_product_attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Rotate and attend over (batch, heads, seq, head_dim)."""
-
-        def attention(*qkv: Tensor, **options: Any) -> Tensor:
-            heads_first = (x.transpose(1, 2) for x in qkv)
-            return self.functional.scaled_dot_product_attention(*heads_first, **options).transpose(1, 2)
-
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        return _attend(attention, query, key, value, options).transpose(1, 2)
-
-
-def _attend(
-    attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
-) -> Tensor:
-    processing = _PROCESSING.get()
-    assert processing is not None, "a processor without rows runs its original function"
-    rows = processing.rows
-    attend = rows.attend if processing.rotates else rows.attend_to_text
-    return attend(attention, query, key, value, options)
+def _attend(names: Mapping[str, Any], query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Attend by the rows of the running processor, with the attention function among the names of its module."""
+    attend = _ATTEND.get()
+    assert attend is not None, "a processor without rows runs its original function"
+    return attend(names["dispatch_attention_fn"], query, key, value, options)

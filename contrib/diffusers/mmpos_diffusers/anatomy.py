@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.diffusers.latents import patch_sides
-from mmpos.integrations.diffusers.rows import IMAGE, TEXT, Streams
-from mmpos.support.checks import IntArray
+from mmpos_diffusers.rows import IMAGE, TEXT, Streams
 
-__all__ = ["ANATOMIES", "NOT_PATCHED", "TransformerAnatomy", "anatomy_of"]
+__all__ = ["ANATOMIES", "TransformerAnatomy", "anatomy_of"]
 
 Arguments = dict[str, Any]
 Order = tuple[str, ...]
-
-
-def _deferred_rows(streams: Streams, order: Order, tokens: IntArray, *_: Any) -> None:
-    """Build rows once rope has received the tokens of all streams; joint_attention_kwargs passes rows to the blocks."""
-    streams.received.append(tokens)
-    if len(streams.received) == len(order):
-        streams.deferred.append(streams.rows(order, np.sort(np.concatenate(streams.received))))
-
-
-def _lumina_rows(streams: Streams, order: Order, tokens: IntArray, rope: Any, hidden_states: Tensor, *_: Any) -> object:
-    """Return the outputs of Lumina 2's rope: latent patches, rows, and the lengths of texts and rows."""
-    batch, channels, height, width = hidden_states.shape
-    side = rope.patch_size
-    patches = hidden_states.view(batch, channels, height // side, side, width // side, side)
-    patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-    text, image, rows = (streams.rows(names) for names in ((TEXT,), (IMAGE,), order))
-    return patches, text, image, rows, [tokens.size - patches.shape[1]] * batch, [tokens.size] * batch
 
 
 @dataclass(frozen=True)
@@ -49,15 +29,11 @@ class TransformerAnatomy:
         processors: class names of the attention processors that rotate q and k directly before attention.
         order: streams of the joint attention in token order; if text is not among them, it is used in cross-attention.
         rope: name of the module whose output is passed to the blocks as the rotation.
-        outputs: streams for which rope outputs rotations, in the order of its outputs; empty if rope receives ids.
-        shape: shape of the token numbers that rope outputs or receives, as in the context-parallel plan.
         replaced: arguments of ``forward`` that positions replace.
         patches: whether hidden_states are latents that the transformer cuts into patches.
         times: whether every token may have a separate timestep.
-        text: name of the text argument.
         text_module: name of the module that processes the text of each document before it joins a row, or "".
-        rows: function whose result replaces the output of rope unless that result is None; None uses the rows of
-            ``order``.
+        by_kwargs: whether blocks receive the rows in joint_attention_kwargs, because they compute with rope's output.
         unsupported: config field, and the value of that field with which the transformer cannot be patched.
     """
 
@@ -65,14 +41,11 @@ class TransformerAnatomy:
     processors: frozenset[str]
     order: Order
     rope: str
-    outputs: Order = ()
-    shape: tuple[int, ...] = (-1, 1)
     replaced: tuple[str, ...] = ()
     patches: bool = False
     times: bool = False
-    text: str = TEXT
     text_module: str = ""
-    rows: Callable[..., object] | None = None
+    by_kwargs: bool = False
     unsupported: tuple[str, object] | None = None
 
     def attentions(self, transformer: nn.Module) -> list[Any]:
@@ -84,23 +57,16 @@ class TransformerAnatomy:
         """Return the number of attentions that rotate: half of them if every block has a cross-attention, else all."""
         return len(self.attentions(transformer)) // (1 if TEXT in self.order else 2)
 
-    def token_numbers(self, streams: Streams, *args: Tensor) -> tuple[Tensor, ...]:
-        """Return the token numbers that rope outputs instead of rotations while the rows are not known yet."""
-        if not self.outputs:
-            return (args[0][:, :1],) * 2
-        numbers = streams.numbers(self.order)
-        return tuple(numbers[name].reshape(self.shape) for name in self.outputs)
-
-    def streams(self, transformer: Any, positions: Any, rotaries: Any, arguments: Arguments) -> Streams:
+    def streams(self, transformer: Any, positions: Any, rotary: Any, arguments: Arguments) -> Streams:
         """Assign positions to the tokens in the arguments."""
-        for name in (IMAGE, self.text):
+        for name in (IMAGE, TEXT):
             if not isinstance(arguments.get(name), Tensor):
                 raise InvalidInputError(f"{name}: got {type(arguments.get(name)).__name__}, want a tensor")
-        image, text = arguments[IMAGE], arguments[self.text]
+        image, text = arguments[IMAGE], arguments[TEXT]
         length = image.shape[1]
         if self.patches:
-            sides = patch_sides(transformer.config)[-(image.dim() - 2) :]
-            length = prod(n // side for n, side in zip(image.shape[2:], sides, strict=True))
+            size, frames = transformer.config["patch_size"], transformer.config.get("patch_size_t") or 1
+            length = prod(image.shape[2:]) // prod((frames, size, size) if isinstance(size, int) else size)
         lengths: dict[str, int | None] = {IMAGE: length}
         packed = image.shape[0] < positions.num_documents
         if TEXT in self.order:
@@ -108,9 +74,9 @@ class TransformerAnatomy:
         apart = packed and (TEXT not in self.order or bool(self.text_module))
         if apart and text.shape[0] != positions.num_documents:
             got, want = f"{text.shape[0]} rows", f"{positions.num_documents}, one per document of positions"
-            raise InvalidInputError(f"{self.text}: got {got}, want {want}")
+            raise InvalidInputError(f"{TEXT}: got {got}, want {want}")
         mask = arguments.get("encoder_attention_mask") if apart and TEXT not in self.order else None
-        return Streams(positions, rotaries, image.shape[0], lengths, mask, image.device)
+        return Streams(positions, rotary, image.shape[0], lengths, mask, image.device)
 
     def replacements(self, streams: Streams, arguments: Arguments) -> Arguments:
         """Return dummy values for the arguments that positions replace but ``forward`` requires.
@@ -126,19 +92,16 @@ class TransformerAnatomy:
                 raise InvalidInputError(
                     f"{name} must not have an attention_mask if positions are passed: positions define the mask"
                 )
-        new = self._timesteps(streams, arguments)
-        numbers, text = streams.numbers(self.order), arguments[self.text]
+        new, device = self._timesteps(streams, arguments), arguments[TEXT].device
         for name, stream in (("img_ids", IMAGE), ("txt_ids", TEXT)):
             if name in self.replaced:
-                new[name] = numbers[stream].reshape(self.shape)
+                new[name] = torch.zeros(streams.documents_of(stream).shape[1], 1)
         if "img_shapes" in self.replaced:
             new["img_shapes"] = []
-        if "text_lens" in self.replaced:
-            new["text_lens"] = torch.zeros(streams.batch, dtype=torch.int64, device=text.device)
         if TEXT not in self.order and streams.packed and "encoder_attention_mask" in arguments:
             new["encoder_attention_mask"] = None  # the mask is already in streams
         elif "encoder_attention_mask" in self.replaced:
-            new["encoder_attention_mask"] = torch.ones(streams.batch, numbers[TEXT].numel(), device=text.device)
+            new["encoder_attention_mask"] = torch.ones(streams.documents_of(TEXT).shape, device=device)
         return new
 
     def _timesteps(self, streams: Streams, arguments: Arguments) -> Arguments:
@@ -149,7 +112,7 @@ class TransformerAnatomy:
                 continue
             count, documents = value.shape[0], streams.positions.num_documents
             if name == "timestep" and self.times and value.dim() == 1 and count == documents:
-                return {name: value[torch.from_numpy(streams.image_documents).to(value.device)]}
+                return {name: value[torch.from_numpy(streams.documents_of(IMAGE)).to(value.device)]}
             want = f"{streams.batch}, one per row; documents with different values need separate rows"
             raise InvalidInputError(f"{name}: got {count}, want {want}")
         return {}
@@ -167,14 +130,7 @@ def _like_flux(processor: str, *replaced: str) -> TransformerAnatomy:
 def _like_wan(*blocks: str) -> TransformerAnatomy:
     """Return the anatomy of a transformer built like Wan."""
     return TransformerAnatomy(
-        ("blocks", *blocks),
-        frozenset({"WanAttnProcessor"}),
-        (IMAGE,),
-        "rope",
-        outputs=(IMAGE, IMAGE),
-        shape=(1, -1, 1, 1),
-        patches=True,
-        times=not blocks,
+        ("blocks", *blocks), frozenset({"WanAttnProcessor"}), (IMAGE,), "rope", patches=True, times=not blocks
     )
 
 
@@ -183,24 +139,13 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
         "BriaTransformer2DModel": _like_flux("BriaAttnProcessor"),
         "ChromaTransformer2DModel": _like_flux("FluxAttnProcessor", "attention_mask"),
         "ChronoEditTransformer3DModel": _like_wan(),
-        "ErnieImageTransformer2DModel": TransformerAnatomy(
-            ("layers",),
-            frozenset({"ErnieImageSingleStreamAttnProcessor"}),
-            (IMAGE, TEXT),
-            "pos_embed",
-            outputs=(IMAGE, TEXT),
-            replaced=("text_lens",),
-            patches=True,
-            text="text_bth",
-        ),
         "Flux2Transformer2DModel": TransformerAnatomy(
             _BOTH,
             frozenset({"Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor"}),
             (TEXT, IMAGE),
             "pos_embed",
-            shape=(1, -1, 1),
             replaced=("img_ids", "txt_ids", "kv_cache", "kv_cache_mode"),
-            rows=_deferred_rows,
+            by_kwargs=True,
         ),
         "FluxTransformer2DModel": _like_flux("FluxAttnProcessor"),
         "HunyuanVideoTransformer3DModel": TransformerAnatomy(
@@ -208,7 +153,6 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             frozenset({"HunyuanVideoAttnProcessor2_0"}),
             (IMAGE, TEXT),
             "rope",
-            outputs=(IMAGE, TEXT),
             replaced=("encoder_attention_mask",),
             patches=True,
             text_module="context_embedder",
@@ -219,29 +163,16 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
             frozenset({"LTXVideoAttnProcessor"}),
             (IMAGE,),
             "rope",
-            outputs=(IMAGE, IMAGE),
-            shape=(1, -1, 1),
             replaced=("num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
             times=True,
         ),
         "LongCatImageTransformer2DModel": _like_flux("LongCatImageAttnProcessor"),
-        "Lumina2Transformer2DModel": TransformerAnatomy(
-            ("context_refiner", "noise_refiner", "layers"),
-            frozenset({"Lumina2AttnProcessor2_0"}),
-            (TEXT, IMAGE),
-            "rope_embedder",
-            outputs=(TEXT, IMAGE),
-            replaced=("encoder_attention_mask",),
-            patches=True,
-            rows=_lumina_rows,
-        ),
         "OvisImageTransformer2DModel": _like_flux("OvisImageAttnProcessor"),
         "QwenImageTransformer2DModel": TransformerAnatomy(
             ("transformer_blocks",),
             frozenset({"QwenDoubleStreamAttnProcessor2_0"}),
             (TEXT, IMAGE),
             "pos_embed",
-            outputs=(IMAGE, TEXT),
             replaced=("img_shapes", "encoder_hidden_states_mask"),
             unsupported=("zero_cond_t", True),
         ),
@@ -251,11 +182,6 @@ ANATOMIES: Mapping[str, TransformerAnatomy] = MappingProxyType(
 )
 """Transformer classes that ``patch`` supports."""
 
-NOT_PATCHED: Mapping[str, str] = MappingProxyType(
-    {"ZImageTransformer2DModel": "it accepts lists of images of any size and rotates each image by its own positions"}
-)
-"""Classes that need no patch, with the reason."""
-
 
 def anatomy_of(transformer: Any) -> TransformerAnatomy:
     """Return the anatomy of a transformer.
@@ -264,8 +190,9 @@ def anatomy_of(transformer: Any) -> TransformerAnatomy:
         UnsupportedError: the transformer's class, one of its processors or one of its config fields is not supported.
     """
     name = type(transformer).__name__
-    if name in NOT_PATCHED:
-        raise UnsupportedError(f"transformer: got {name}, which needs no patch: {NOT_PATCHED[name]}")
+    if name == "ZImageTransformer2DModel":
+        reason = "it accepts lists of images of any size and rotates each image by its own positions"
+        raise UnsupportedError(f"transformer: got {name}, which needs no patch: {reason}")
     if name not in ANATOMIES:
         raise UnsupportedError(f"transformer: got {name}, want one of {', '.join(sorted(ANATOMIES))}")
     anatomy = ANATOMIES[name]

@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
 CONTRIB := $(dir $(wildcard contrib/*/pyproject.toml))
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: help demo gallery notebooks test slow contrib versions gpu fuzz systemd portable check format proto baseline vectors bench tables docs release-notes dist arm64 clean
+.PHONY: help demo gallery notebooks test slow contrib versions gpu fuzz systemd portable check format proto baseline bench tables docs release-notes dist arm64 clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -77,17 +77,15 @@ proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 baseline: $(VENV)/dev  ## record the protocol of a release, which later versions must not break
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
 
-vectors: $(VENV)/dev  ## write the cases of mmpos conformance, from the oracle and from Transformers
-	PYTHONPATH=tests/helpers:tests/oracles:tests/integrations $(BIN)/python tests/helpers/conformance_vectors.py
-
 bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results/MACHINE
 	mkdir -p benchmarks/results/$(MACHINE)
 	for suite in positions images rotary data service; do for malloc in default tuned; do \
 	    $(BIN)/mmpos bench $$suite --peers --malloc $$malloc --json benchmarks/results/$(MACHINE)/$$suite-$$malloc.json || exit; \
 	done; done
 
-tables: $(VENV)/dev  ## rewrite the tables of figures and models in the pages
+tables: $(VENV)/dev  ## rewrite the tables of figures, models and properties in the pages
 	$(BIN)/python benchmarks/fill_tables.py
+	$(BIN)/python tests/helpers/scheme_properties.py
 
 docs: $(VENV)/docs  ## build the site in build/site; SERVE=1 serves it on this machine
 	PYTHONPATH=docs/extension $(BIN)/zensical $(if $(SERVE),serve,build --strict --clean)

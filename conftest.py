@@ -51,7 +51,7 @@ def pytest_collection() -> Generator[None, object, object]:
 collect_ignore = [
     "tests/helpers/native_choice.py",
     "benchmarks/mmpos_bench/peers",
-    "mmpos/integrations/vllm/models.py",
+    "contrib/vllm/mmpos_vllm/models.py",
 ]
 
 

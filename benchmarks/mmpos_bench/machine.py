@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -16,8 +17,12 @@ from mmpos.support.checks import counted
 from mmpos.support.info import cores, version, version_of
 
 MALLOCS = ("default", "tuned")
-"""Malloc settings: the C library's own, or the server's, which make malloc keep large blocks instead of returning them.
+"""Malloc settings: the C library's own, or those of deploy/, which make malloc keep large blocks instead of returning
+them.
 """
+
+TUNED = {"MALLOC_MMAP_THRESHOLD_": (-3, 2**25), "MALLOC_TRIM_THRESHOLD_": (-1, 2**28), "MALLOC_ARENA_MAX": (-8, 4)}
+"""Environment variable of each tuned setting, its number in glibc's malloc.h, and its value."""
 
 _PACKAGES = (
     *("numpy", "torch", "torchvision", "triton", "pillow", "transformers", "diffusers", "timm"),
@@ -58,7 +63,7 @@ class Machine:
 
 
 def set_malloc(setting: str) -> None:
-    """Set the malloc settings of this process for the rest of its life.
+    """Set the malloc settings of this process, and of the processes that it starts, for the rest of its life.
 
     Args:
         setting: one of MALLOCS.
@@ -66,10 +71,14 @@ def set_malloc(setting: str) -> None:
     Raises:
         UnsupportedError: the C library cannot be tuned.
     """
-    from mmpos_server.malloc import keep_large_blocks
-
-    if setting == "tuned" and not keep_large_blocks():
+    if setting != "tuned":
+        return
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
         raise UnsupportedError(f"malloc: got {setting!r}, want 'default': only glibc can be tuned")
+    for variable, (number, value) in TUNED.items():
+        library.mallopt(number, value)
+        os.environ[variable] = str(value)
 
 
 def stamp(malloc: str) -> Machine:

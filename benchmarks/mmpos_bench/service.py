@@ -65,9 +65,9 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         raise UnsupportedError(f"service: got {sys.platform}, want Linux, which reports the processor times of servers")
     sizes = QUICK if options.quick else ServiceSizes()
     with ExitStack() as stack:
-        commands = [echo(options.malloc), service(options.malloc)]
+        commands = [echo(), service()]
         if not options.quick:  # a server takes seconds to start, so quick runs use the logging server for both
-            commands.append(service(options.malloc, "--log-level", "warning"))
+            commands.append(service("--log-level", "warning"))
         bare, logging, *more = stack.enter_context(started(*commands))
         quiet = more[0] if more else logging
         channel = stack.enter_context(grpc.insecure_channel(quiet.address, options=OPTIONS))
@@ -75,7 +75,7 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         asking = Asking(channel, sizes.tokens, sizes.images, sizes.side)
         yield from _Suite(sizes, quiet, logging, bare, pool, asking).cases(quick=options.quick)
         if find_spec("torch") is not None:
-            yield from stack.enter_context(_rotations(bare.address, sizes, options.malloc))
+            yield from stack.enter_context(_rotations(bare.address, sizes))
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,12 @@ _LARGE = 2**29
 
 
 @contextmanager
-def _rotations(bare: str, sizes: ServiceSizes, malloc: str) -> Iterator[list[Comparison]]:
+def _rotations(bare: str, sizes: ServiceSizes) -> Iterator[list[Comparison]]:
     """Run a server for large tensors and yield the cases of its rotations; ``bare`` is the echo server's address."""
     with NamedTemporaryFile("w", suffix=".toml") as settings, ExitStack() as stack:
         settings.write(f"[limits]\nrequest_bytes = {_LARGE}\n")
         settings.flush()
-        options = ("--config", settings.name, "--preload")
-        (server,) = stack.enter_context(started(service(malloc, *options, "--log-level", "warning")))
+        (server,) = stack.enter_context(started(service("--config", settings.name, "--log-level", "warning")))
         client = stack.enter_context(Client(server.address, timeout=120))
         channel = stack.enter_context(grpc.insecure_channel(bare, options=OPTIONS))
         name, line_up = f"{sizes.tokens:,} tokens of 32 + 8 heads", partial(_rotated, client, channel, sizes)

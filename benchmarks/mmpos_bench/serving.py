@@ -7,7 +7,6 @@ python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import shlex
@@ -28,7 +27,6 @@ import grpc
 
 from mmpos.errors import ServiceError
 from mmpos_bench.images import PHOTOS
-from mmpos_bench.machine import MALLOCS, set_malloc
 from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.timing import Call, Timer, in_turns
 from mmpos_server.config import Limits, load
@@ -41,11 +39,6 @@ PHOTOGRAPHS = tuple(path.read_bytes() for path in PHOTOS)
 """JPEG files of a cat and of a cup, as bytes."""
 
 _ECHO = re.compile(r"/echo/(Bytes|Stream)(\d+)")
-
-# Code that runs the server without tuning malloc.
-_UNTUNED = (
-    "from mmpos_server import __main__, launch; launch.keep_large_blocks = bool; raise SystemExit(__main__.main())"
-)
 
 
 # Processes.
@@ -64,15 +57,14 @@ class ServerProcess:
         return time.clock_gettime((~self.pid << 3) | 2)  # clock_getcpuclockid(3)
 
 
-def service(malloc: str, *options: str) -> list[str]:
-    """Return the command line of our server, with tuned or default malloc."""
-    words = ["-m", "mmpos_server"] if malloc == "tuned" else ["-c", _UNTUNED]
-    return [sys.executable, *words, "--port", "0", *options]
+def service(*options: str) -> list[str]:
+    """Return the command line of our server; it has this process's malloc settings."""
+    return [sys.executable, "-m", "mmpos_server", "--port", "0", *options]
 
 
-def echo(malloc: str) -> list[str]:
-    """Return the command line of the echo server."""
-    return [sys.executable, "-m", "mmpos_bench.serving", "--malloc", malloc]
+def echo() -> list[str]:
+    """Return the command line of the echo server; it has this process's malloc settings."""
+    return [sys.executable, "-m", "mmpos_bench.serving"]
 
 
 @contextmanager
@@ -297,7 +289,4 @@ by_rate = _by(lambda turn: 1 / turn.per_second)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--malloc", choices=MALLOCS, default="tuned", help="malloc settings")
-    set_malloc(parser.parse_args().malloc)
     asyncio.run(_serve())

@@ -135,7 +135,6 @@ class SuiteOptions:
 
     quick: bool = False  # whether to run every path once with toy sizes, which makes the figures meaningless
     peers: bool = False  # whether installed peers take part
-    malloc: str = "default"  # setting of this process, which suites pass to the processes that they start
     missing: dict[str, str] = field(default_factory=dict)  # reason for each missing peer
 
     def peer(self, name: str, load: Callable[[], T]) -> T | None:
@@ -179,7 +178,7 @@ def run(
     one_of("suite", suite, tuple(SUITES))
     one_of("malloc", malloc, MALLOCS)
     set_malloc(malloc)
-    options = SuiteOptions(quick=quick, peers=peers, malloc=malloc)
+    options = SuiteOptions(quick=quick, peers=peers)
     cases: Callable[[SuiteOptions], Iterator[Comparison]] = import_module(f"mmpos_bench.{suite}").cases
     words = ["mmpos bench", suite, "--peers" * peers, "--quick" * quick, f"--malloc {malloc}"]
     command = " ".join(filter(None, [*words, f"--only {only!r}" * bool(only)]))

@@ -1,5 +1,5 @@
-"""Tools for studying schemes and other pipelines: diagnosis, fingerprints, conformance, properties, plots."""
+"""Tools for studying schemes and other pipelines: diagnosis, fingerprints, plots."""
 
-from mmpos.analysis import compare, conformance, diagnosis, fingerprint, plot
+from mmpos.analysis import diagnosis, fingerprint, plot
 
-__all__ = ["compare", "conformance", "diagnosis", "fingerprint", "plot"]
+__all__ = ["diagnosis", "fingerprint", "plot"]

@@ -1,6 +1,6 @@
 """The command line: every command calls one function of the library."""
 
-from mmpos.cli import analysis, conformance, planning, preprocess, remote  # they add their commands
+from mmpos.cli import analysis, planning, preprocess, remote  # they add their commands
 from mmpos.cli.commands import app
 
-__all__ = ["analysis", "app", "conformance", "planning", "preprocess", "remote"]
+__all__ = ["analysis", "app", "planning", "preprocess", "remote"]

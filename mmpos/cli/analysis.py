@@ -1,13 +1,11 @@
-"""The commands that analyse ids, schemes and encodings: check, compare and plot."""
+"""The commands that analyse ids: check and plot."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from tokenize import TokenError  # numpy parses headers with it
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,14 +14,11 @@ import numpy.typing as npt
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, Start, app, group, place_specs, scheme_of
+from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, app, group, place_specs
 from mmpos.cli.options import (
     DEFAULT,
-    Axes,
     SchemeName,
     Specs,
-    complete_scheme,
-    flat,
     make_scheme,
     read_config,
     read_specs,
@@ -31,18 +26,13 @@ from mmpos.cli.options import (
 )
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import Side
-from mmpos.schemes import SCHEMES, Scheme
+from mmpos.schemes import Scheme
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import did_you_mean
 from mmpos.support.html import page
-from mmpos.support.program import DIFFERENT, STDIN, console, read_input, write_output
+from mmpos.support.program import DIFFERENT, STDIN, read_input, write_output
 
 if TYPE_CHECKING:
-    from mmpos.analysis.compare import Matrix
     from mmpos.analysis.diagnosis import Diagnosis
-    from mmpos.analysis.plot.picture import Picture
-    from mmpos.integrations.models.settings import ModelSettings
-    from mmpos.rotary import Rotary
 
 HTML = typer.Option("--html", metavar="FILE.html", help="Write a report to send to a colleague.", show_default=False)
 
@@ -67,7 +57,6 @@ def check(
     start: Annotated[
         int | None, typer.Option(help="Id of each document's first token.", show_default="0, or the model's first id")
     ] = None,
-    axes: Axes = None,
     padding: Annotated[Side, typer.Option(help="Side of the padding of a padded batch.")] = "right",
     tolerance: Annotated[float, typer.Option(help="How far an id may be from the exact one.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -78,7 +67,7 @@ def check(
 
     specs = read_specs(documents)
     segments = SegmentTable.from_documents(specs.documents)
-    chosen, first = _scheme_and_start(specs, scheme, axes, config)
+    chosen, first = _scheme_and_start(specs, scheme, config)
     start = first if start is None else start
     diagnosis = diagnose(read_array(ids), segments, chosen, start, side=padding, tolerance=tolerance)
     if report_to is not None:
@@ -89,26 +78,17 @@ def check(
         raise typer.Exit(DIFFERENT)
 
 
-def _scheme_and_start(
-    specs: Specs, name: str | None, axes: int | None, config: Path | None
-) -> tuple[Scheme | None, int]:
+def _scheme_and_start(specs: Specs, name: str | None, config: Path | None) -> tuple[Scheme | None, int]:
     """Return the named or the model's scheme (None without either), and the id of each document's first token."""
     if config is None:
-        name, axes = scheme_of(specs, name, axes)
-        if name is None and axes is None:
-            return None, 0
-        return make_scheme(DEFAULT if name is None else name, axes), 0
-    if name is not None or axes is not None:
-        raise InvalidInputError("--config cannot be combined with --scheme or --axes")
-    model = model_of(config)
-    return model.scheme, model.start
-
-
-def model_of(config: Path) -> ModelSettings:
-    """Read a model's settings from a config.json, a folder that contains one, or standard input."""
+        name = specs.scheme if name is None else name
+        return None if name is None else make_scheme(name), 0
+    if name is not None:
+        raise InvalidInputError("--config cannot be combined with --scheme")
     from mmpos.integrations.models import from_hf_config
 
-    return from_hf_config(read_config(config))
+    model = from_hf_config(read_config(config))
+    return model.scheme, model.start
 
 
 def read_array(path: Path) -> npt.NDArray[np.generic]:
@@ -148,70 +128,13 @@ def _json(diagnosis: Diagnosis) -> str:
     return report.json_lines(values)
 
 
-def _complete(incomplete: str) -> list[tuple[str, str]]:
-    from mmpos.encodings import ENCODINGS
-
-    return complete_scheme(incomplete) + [(name, "") for name in ENCODINGS if name.startswith(incomplete)]
-
-
-@app.command(
-    help="Measure the properties of schemes and encodings: ✓ holds, ✗ does not hold, – does not apply.\n\n"
-    f"NAME is a scheme, one of {', '.join(SCHEMES)}, with or without parameters (v2pe,stride=16), or your own "
-    "package.module:Class; or an encoding, such as rope-2d or alibi. Without NAME, all are measured."
-)
-def compare(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME...]", help="Schemes and encodings.", show_default="all", autocompletion=_complete
-        ),
-    ] = None,
-    why: Annotated[bool, typer.Option("--why", help="Also print the smallest counterexample of every ✗.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with counterexamples.")] = False,
-) -> None:
-    """Measure the properties of schemes and encodings."""
-    matrices = _measured(names or [])
-    if as_json:
-        values = {f"{matrix.subject}s": matrix.to_dict() for matrix in matrices}
-        typer.echo(json.dumps(values, ensure_ascii=False, indent=1))
-        return
-    out = console()
-    for i, matrix in enumerate(matrices):
-        if i:
-            out.print()
-        out.out(matrix.to_text(out.width), highlight=False)
-        if why:
-            out.print()
-            for name, column, reason in matrix.reasons:
-                out.print(f"{name}, {column.title}: {reason}", soft_wrap=True)
-
-
-def _measured(names: Sequence[str]) -> list[Matrix]:
-    """Measure the named schemes and encodings in the order of the names, or all of them if there are no names."""
-    from mmpos.analysis.compare import measure, measure_encodings
-    from mmpos.encodings import ENCODINGS
-
-    if not names:
-        return [measure(), measure_encodings()]
-    known = (*SCHEMES, *ENCODINGS)
-    names = list(dict.fromkeys(names))
-    for name in names:
-        if name not in known and not set(",:(").intersection(name):
-            raise InvalidInputError(f"NAME: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}")
-    encodings = [name for name in names if name in ENCODINGS]
-    schemes = [make_scheme(name) for name in names if name not in ENCODINGS]
-    return [*([measure(schemes)] if schemes else []), *([measure_encodings(encodings)] if encodings else [])]
-
-
-plot = group("plot", "Draw ids, attention, phase errors or growth, as .png, .svg or .pdf.")
+plot = group("plot", "Draw ids or attention, as .png, .svg or .pdf.")
 
 Output = Annotated[
     Path,
     typer.Option("--output", "-o", metavar="FILE|-", help="A .png, .svg or .pdf; - writes a .png to standard output."),
 ]
 SchemeNames = Annotated[list[str] | None, scheme_option(DEFAULT, "Repeat to compare several. ")]
-HeadDim = Annotated[int, typer.Option(metavar="CHANNELS", help="Channels of a head, two per pair.")]
-Theta = Annotated[float, typer.Option(metavar="BASE", help="Base of the frequencies.")]
 
 
 def _complete_allocation(incomplete: str) -> list[str]:
@@ -220,42 +143,11 @@ def _complete_allocation(incomplete: str) -> list[str]:
     return [name for name in ALLOCATIONS if name.startswith(incomplete)]
 
 
-@dataclass(frozen=True)
-class RotationFlags:
-    """The options for the rotation of q and k."""
-
-    head_dim: HeadDim = 128
-    theta: Theta = 10000.0
-    allocation: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="How pairs are assigned to axes, such as interleaved, split, axial or sections; repeat to compare.",
-            show_default="interleaved",
-            autocompletion=_complete_allocation,
-        ),
-    ] = None
-    mrope_section: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,N", help="Pairs per axis, for sections and mrope-interleaved.", show_default=False),
-    ] = None
-
-    def rotaries(self, axes: int) -> list[Rotary]:
-        """Return the rotation of each allocation."""
-        from mmpos.rotary import Rotary
-
-        section = None if self.mrope_section is None else _section(self.mrope_section)
-        names = self.allocation or ["interleaved"]
-        return [Rotary(self.head_dim, self.theta, axes, name, mrope_section=section) for name in names]
-
-
 @plot.command(help=f"Draw the plane of ids: text on the diagonal, images as grids of points.\n\n{SPECS}")
 def ids(
     documents: Documents,
     output: Output,
     scheme: SchemeNames = None,
-    start: Start = 0,
-    axes: Axes = None,
     own_scale: Annotated[
         bool, typer.Option("--own-scale", help="Use a separate scale for each scheme, not one for all.")
     ] = False,
@@ -263,7 +155,7 @@ def ids(
     """Draw the plane of ids."""
     from mmpos.analysis.plot import plot_positions
 
-    placed = _placed(documents, scheme, start, axes)
+    placed = _placed(documents, scheme)
     tables = [placement.positions for placement in placed]
     positions = tables[0] if len(tables) == 1 else tables
     segments = placed[0].segments
@@ -274,72 +166,52 @@ def ids(
     help="Draw the attention of one patch from position alone: the mean cosine between its phases and those of every "
     f"other patch, and of the text before and after the image.\n\n{SPECS}"
 )
-@flat
 def attention(
     document: Annotated[str, typer.Argument(metavar="SPEC|FILE", help="One document.", show_default=False)],
     output: Output,
-    *,
     scheme: SchemeNames = None,
-    axes: Axes = None,
     token: Annotated[
         int | None, typer.Option(help="Index of the patch.", show_default="the middle of the first image")
     ] = None,
-    rotation: RotationFlags,
+    allocation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="How pairs are assigned to axes, such as interleaved, split or axial; repeat to compare.",
+            show_default="interleaved",
+            autocompletion=_complete_allocation,
+        ),
+    ] = None,
 ) -> None:
     """Draw the attention of one patch from position alone."""
     from mmpos.analysis.plot import attention_kernel, plot_attention
+    from mmpos.rotary import Rotary
 
-    several = len(rotation.allocation or ()) > 1
+    names = allocation or ["interleaved"]
     kernels = [
-        attention_kernel(table, rotary, token, label=None if several else table.scheme)
-        for table in (placement.positions for placement in _placed([document], scheme, 0, axes))
-        for rotary in rotation.rotaries(table.axes)
+        attention_kernel(
+            table, Rotary(128, axes=table.axes, allocation=name), token, label=None if len(names) > 1 else table.scheme
+        )
+        for table in (placement.positions for placement in _placed([document], scheme))
+        for name in names
     ]
     _write(output, lambda path: plot_attention(kernels, path))
 
 
-@plot.command()
-def phase(output: Output, head_dim: HeadDim = 128, theta: Theta = 10000.0) -> None:
-    """Draw phase errors against id, for float32 angles, Transformers and integer turns."""
-    from mmpos.analysis.plot import plot_phase_error
-    from mmpos.rotary import Rotary
-
-    rotary = Rotary(head_dim, theta, axes=1)
-    _write(output, lambda path: plot_phase_error(rotary, path))
-
-
-@plot.command()
-def growth(
-    output: Output,
-    scheme: Annotated[
-        list[str] | None, scheme_option("all with a next position", "Repeat to compare several. ")
-    ] = None,
-) -> None:
-    """Draw how many ids an image consumes against its number of patches, for squares and one-row strips."""
-    from mmpos.analysis.plot import plot_growth
-
-    schemes = [make_scheme(name) for name in scheme] if scheme else None
-    _write(output, lambda path: plot_growth(schemes, path))
-
-
-def _write(output: Path, draw: Callable[[Path | None], Picture]) -> None:
+def _write(output: Path, draw: Callable[[Path], object]) -> None:
     """Save a plot and print the file's name, or write a .png to standard output."""
-    if output == Path(STDIN):
-        write_output(draw(None).png())
-    else:
+    if output != Path(STDIN):
         draw(output)
         typer.echo(output)
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "plot.png"
+        draw(path)
+        write_output(path.read_bytes())
 
 
-def _placed(documents: list[str], schemes: list[str] | None, start: int, axes: int | None) -> list[Placed]:
+def _placed(documents: list[str], schemes: list[str] | None) -> list[Placed]:
     """Place the documents with every scheme."""
     specs = read_specs(documents)
     names: list[str | None] = [*schemes] if schemes else [None]
-    return [place_specs(specs, name, start, axes) for name in names]
-
-
-def _section(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise InvalidInputError(f"--mrope-section: got {text!r}, want numbers such as 16,24,24") from None
+    return [place_specs(specs, name) for name in names]

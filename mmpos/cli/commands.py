@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from mmpos.cli import report
-from mmpos.cli.options import DEFAULT, Axes, Document, SchemeName, Specs, make_scheme, read_config, read_specs
+from mmpos.cli.options import DEFAULT, Document, SchemeName, Specs, make_scheme, read_config, read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
@@ -31,10 +31,8 @@ _ORDER = (
     "demo",
     "positions",
     "check",
-    "conformance",
     "plot",
     "explore",
-    "compare",
     "probe",
     "explain",
     "schemes",
@@ -188,7 +186,6 @@ def positions(
     documents: Documents,
     scheme: SchemeName = None,
     start: Start = 0,
-    axes: Axes = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all ids.")] = False,
     output: Annotated[
         Path | None,
@@ -201,7 +198,7 @@ def positions(
     ] = None,
 ) -> None:
     """Print the ids of documents."""
-    placed = place_specs(read_specs(documents), scheme, start, axes)
+    placed = place_specs(read_specs(documents), scheme, start)
     if output == Path(STDIN):
         if json:
             raise InvalidInputError("--output - (standard output) cannot be combined with --json")
@@ -220,11 +217,9 @@ def explain(
     document: Annotated[str, typer.Argument(metavar="SPEC|FILE|-", help="Documents.", show_default=False)],
     token: Annotated[int, typer.Argument(metavar="TOKEN", help="Index of the token, from 0.", show_default=False)],
     scheme: SchemeName = None,
-    start: Start = 0,
-    axes: Axes = None,
 ) -> None:
     """Explain in one sentence why a token has its position."""
-    placed = place_specs(read_specs([document]), scheme, start, axes)
+    placed = place_specs(read_specs([document]), scheme)
     typer.echo(placed.positions.explain(token, placed.segments))
 
 
@@ -297,19 +292,12 @@ class Placed:
     scheme: str
 
 
-def place_specs(specs: Specs, scheme: str | None, start: int, axes: int | None) -> Placed:
+def place_specs(specs: Specs, scheme: str | None, start: int = 0) -> Placed:
     """Place documents with the scheme named by an option, else in their files, else rope-tie."""
     segments = SegmentTable.from_documents(specs.documents)
-    name, axes = scheme_of(specs, scheme, axes)
-    name = DEFAULT if name is None else name
-    return Placed(specs.documents, segments, place(segments, make_scheme(name, axes), start), name)
-
-
-def scheme_of(specs: Specs, scheme: str | None, axes: int | None) -> tuple[str | None, int | None]:
-    """Return the scheme and axes of the options, or those of the files if no option names a scheme."""
-    if scheme is not None or specs.scheme is None:
-        return scheme, axes
-    return specs.scheme, specs.axes if axes is None else axes
+    scheme = specs.scheme if scheme is None else scheme
+    name = DEFAULT if scheme is None else scheme
+    return Placed(specs.documents, segments, place(segments, make_scheme(name), start), name)
 
 
 def _line(out: Console, name: str, text: str) -> None:

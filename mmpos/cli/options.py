@@ -75,19 +75,14 @@ def scheme_option(default: str, prefix: str = "") -> Any:
 
 
 SchemeName = Annotated[str | None, scheme_option(DEFAULT)]
-Axes = Annotated[
-    int | None,
-    typer.Option(help="2 or 3 for the Tie schemes; 3 has a frame axis, for videos.", show_default="the scheme's own"),
-]
 
 
-def make_scheme(name: str, axes: int | None = None) -> Scheme:
+def make_scheme(name: str) -> Scheme:
     """Build a scheme from a name such as ``rope-tie``, ``v2pe,stride=16`` or ``my.module:MyScheme,width=3``.
 
     Args:
         name: a name, or a module and its class or object, then parameters; or the label of a scheme, such as
             ``v2pe(stride=16)``, which must be quoted in a shell.
-        axes: number of axes, for a scheme that offers a choice.
 
     Raises:
         InvalidInputError: the name or its parameters are invalid.
@@ -96,12 +91,7 @@ def make_scheme(name: str, axes: int | None = None) -> Scheme:
         name = name[:-1].replace("(", ",", 1)
     head, *assignments = (word.strip() for word in name.split(","))
     parameters = dict(map(_parameter, assignments))
-    scheme = _build(_own(head) if ":" in head else _known(head), head, parameters)
-    if axes in (None, scheme.axes):
-        return scheme
-    if "axes" not in _names(scheme):
-        raise InvalidInputError(f"--axes: got {axes}, want {scheme.axes} for scheme {scheme.name!r}")
-    return _build(scheme, head, {"axes": axes})
+    return _build(_own(head) if ":" in head else _known(head), head, parameters)
 
 
 def _known(name: str) -> type[Scheme]:
@@ -179,17 +169,15 @@ _WANT_FILE = '{"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
 
 @dataclass(frozen=True)
 class Specs:
-    """Documents, with the scheme and axes of their files.
+    """Documents, with the scheme of their files.
 
     Args:
         documents: the documents, in the order of the arguments.
         scheme: the value of "scheme" in a JSON file; None if no file contains it.
-        axes: the value of "axes" in the same file.
     """
 
     documents: list[Document]
     scheme: str | None = None
-    axes: int | None = None
 
 
 def read_specs(arguments: Sequence[str]) -> Specs:
@@ -207,13 +195,11 @@ def read_specs(arguments: Sequence[str]) -> Specs:
         InvalidInputError: an argument is invalid, or files name different schemes.
     """
     parsed = [_read(argument) for argument in arguments]
-    schemes = {
-        (specs.scheme, specs.axes): argument for specs, argument in zip(parsed, arguments, strict=True) if specs.scheme
-    }
+    schemes = {specs.scheme: argument for specs, argument in zip(parsed, arguments, strict=True) if specs.scheme}
     if len(schemes) > 1:
-        got = ", ".join(f"{scheme!r} in {argument}" for (scheme, _), argument in schemes.items())
+        got = ", ".join(f"{scheme!r} in {argument}" for scheme, argument in schemes.items())
         raise InvalidInputError(f"scheme: got {got}, want one for all documents")
-    return Specs([document for specs in parsed for document in specs.documents], *next(iter(schemes), (None, None)))
+    return Specs([document for specs in parsed for document in specs.documents], next(iter(schemes), None))
 
 
 def read_config(config: Path) -> object:
@@ -305,10 +291,10 @@ def _json(path: str, data: bytes) -> Specs:
         if not isinstance(parts, list):
             raise InvalidInputError(f"{path}: documents[{d}]: got {type(parts).__name__}, want a list of parts")
         segments.append([read_part(f"{path}: documents[{d}][{i}]", part) for i, part in enumerate(parts)])
-    scheme, axes = content.get("scheme"), content.get("axes")
+    scheme = content.get("scheme")
     if scheme is not None and not isinstance(scheme, str):
         raise InvalidInputError(f"{path}: scheme: got {json.dumps(scheme)}, want a name")
-    return Specs(segments, scheme, None if axes is None or scheme is None else integer(f"{path}: axes", axes))
+    return Specs(segments, scheme)
 
 
 def read_part(name: str, part: Any) -> Segment:

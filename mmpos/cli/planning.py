@@ -28,7 +28,6 @@ class RunFlags:
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a pack.")] = 8192
     ranks: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1
     microbatches: Annotated[int, typer.Option(min=1, help="Number of packs per rank and step.")] = 1
-    pipeline: Annotated[int, typer.Option(min=1, help="Number of pipeline stages, for the report.")] = 1
     config: Annotated[
         Path | None,
         typer.Option(
@@ -40,17 +39,6 @@ class RunFlags:
     patches_per_token: Annotated[int, typer.Option(min=1, help="Number of patches merged into one token.")] = 4
 
 
-@dataclass(frozen=True)
-class PlanFlags:
-    """The options for distributing packs."""
-
-    tolerance: Annotated[
-        float, typer.Option(min=0, help="Allowed relative difference of pack costs in a step, for more even labels.")
-    ] = 0.02
-    window: Annotated[int, typer.Option(min=1, help="Number of consecutive examples planned together.")] = 2**16
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of steps.")] = 0
-
-
 @data.command("plan")
 @flat
 def plan_packs(
@@ -59,7 +47,6 @@ def plan_packs(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Index file to write: .parquet.")],
     run: RunFlags,
-    flags: PlanFlags,
 ) -> None:
     """Plan balanced packs of preprocessed sequences, and write the index that PlannedPacks reads.
 
@@ -71,16 +58,7 @@ def plan_packs(
     files = _ready_shards(inputs)
     with report.progress_bar("files") as bar:
         headers, shard, row = read_headers(_counted(files, bar), patches_per_token=run.patches_per_token)
-    planned = plan(
-        headers,
-        max_tokens=run.max_tokens,
-        ranks=run.ranks,
-        microbatches=run.microbatches,
-        cost=cost,
-        tolerance=flags.tolerance,
-        window=flags.window,
-        seed=flags.seed,
-    )
+    planned = plan(headers, max_tokens=run.max_tokens, ranks=run.ranks, microbatches=run.microbatches, cost=cost)
     write_index(output, planned, [file.source for file in files], shard, row)
     _report(headers, planned, cost.of(headers), run)
     typer.echo(output)
@@ -121,7 +99,7 @@ def _report(headers: Headers, planned: TrainingPlan, costs: np.ndarray, run: Run
             "examples": f"{len(headers):,}, with {headers.tokens.sum():,} tokens and {headers.labels.sum():,} labels",
             "steps": steps,
             "fill": f"{planned.fill:.1%} of packs of {run.max_tokens:,} tokens",
-            "slowest rank": f"{planned.straggling(run.pipeline):.3f} of the mean",
+            "slowest rank": f"{planned.straggling():.3f} of the mean",
             "packed by tokens": f"{_by_tokens(headers, costs, planned):.3f} of the mean",
             "labels of a step": f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average",
             "dummy images": f"{planned.needs_image.sum():,} packs",

@@ -148,7 +148,6 @@ class SequenceFlags:
 class WorkFlags:
     """The options for execution and for broken records."""
 
-    no_patches: Annotated[bool, typer.Option("--no-patches", help="Do not write pixels.")] = False
     on_error: Annotated[Literal["raise", "skip"], typer.Option(help="Action for a broken record.")] = "raise"
     max_skipped: Annotated[
         float,
@@ -210,7 +209,6 @@ def preprocess(
                 workers=work.workers,
                 on_error=work.on_error,
                 max_skipped=work.max_skipped,
-                patches=not work.no_patches,
                 overwrite=work.overwrite,
                 max_tokens=work.max_tokens,
                 report=ShownProgress(readers, bar),

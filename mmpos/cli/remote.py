@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmpos.cli import report
-from mmpos.cli.commands import Documents, Start, group, scheme_of
-from mmpos.cli.options import IMAGE_SUFFIXES, Axes, flat, make_scheme, read_specs, scheme_option
-from mmpos.errors import InvalidInputError, MmposError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.cli.commands import Documents, Start, group
+from mmpos.cli.options import IMAGE_SUFFIXES, flat, make_scheme, read_specs, scheme_option
+from mmpos.errors import MmposError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.program import console
 
@@ -138,7 +138,6 @@ def positions(
     documents: Documents,
     scheme: Annotated[str | None, scheme_option("the scheme of the profile")] = None,
     start: Start = 0,
-    axes: Axes = None,
     json: Json = False,
     connection: Connection,
     profile: Profile = None,
@@ -146,12 +145,10 @@ def positions(
 ) -> None:
     """Print the ids of documents, as [bold]mmpos positions[/bold] does."""
     specs = read_specs(documents)
-    name, axes = scheme_of(specs, scheme, axes)
-    if name is None and axes is not None:
-        raise InvalidInputError("--axes requires --scheme, since the profile has its own scheme and axes")
+    name = specs.scheme if scheme is None else scheme
     segments = SegmentTable.from_documents(specs.documents)
     with connection.client(timeout, profile) as client:
-        placed = client.place(segments, None if name is None else make_scheme(name, axes), start)
+        placed = client.place(segments, None if name is None else make_scheme(name), start)
     if json:
         typer.echo(report.to_json_text(specs.documents, placed, placed.scheme if name is None else name))
     else:

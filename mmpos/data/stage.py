@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +13,6 @@ import pyarrow as pa
 from mmpos.data.examples import Example, ImageError, Location, MakeExample, Record, RecordError
 from mmpos.data.preprocess.storage import SCHEMA, from_row, to_row
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.support.checks import boolean
 
 __all__ = ["STAGE_SCHEMA", "Block", "Stage", "read_examples"]
 
@@ -38,12 +37,10 @@ class Stage:
 
     Args:
         preprocess: converts a record and its location to an example, as for a loader.
-        patches: whether to keep pixels.
         source: column with the origin of a record, such as "path", for error messages and keys; None uses "batch".
     """
 
     preprocess: MakeExample
-    patches: bool = True
     source: str | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +49,6 @@ class Stage:
             raise InvalidInputError(
                 f"preprocess: got {type(call).__name__}, want a callable that takes a record and a location"
             )
-        boolean("patches", self.patches)
         source: object = self.source
         if source is not None and not isinstance(source, str):
             raise InvalidInputError(f"source: got {source!r}, want the name of a column or None")
@@ -78,7 +74,7 @@ class Stage:
         return pa.Table.from_pylist([self._row(record, i) for i, record in enumerate(records)], STAGE_SCHEMA)
 
     def example(self, record: Record, here: Location) -> Example:
-        """Convert one record to an example, without patches if ``patches`` is False.
+        """Convert one record to an example.
 
         Raises:
             RecordError, LimitExceededError: the record is unusable.
@@ -95,9 +91,7 @@ class Stage:
             raise
         if not isinstance(example, Example):
             raise InvalidInputError(f"preprocess: got {type(example).__name__} for {here}, want an Example")
-        if self.patches:
-            return example
-        return replace(example, sequence=replace(example.sequence, patches=None))
+        return example
 
     def _row(self, record: Record, index: int) -> dict[str, Any]:
         here = Location("batch" if self.source is None else _source(record[self.source]), index)

@@ -126,14 +126,11 @@ class StorePath:
                 raise FileNotFoundError
             return {"size": info.size, "version": str(info.mtime_ns)}
 
-    def open(self, buffer: int = _BUFFER) -> io.BufferedReader:
+    def open(self) -> io.BufferedReader:
         """Open a file for reading and seeking.
 
         If a store sends fewer bytes than the file contains, reading raises an error; the file never appears shorter
         than it is.
-
-        Args:
-            buffer: bytes per request to a store in sequential reads.
 
         Raises:
             OSError: the file does not exist or cannot be read, or the store failed even after its client library
@@ -141,7 +138,7 @@ class StorePath:
         """
         if not self.is_url:
             return open(self.text, "rb")
-        return io.BufferedReader(_ObjectFile(self), buffer)
+        return io.BufferedReader(_ObjectFile(self), _BUFFER)
 
     def read_bytes(self) -> bytes:
         """Return the content of a file.
@@ -193,28 +190,20 @@ class StorePath:
         head, options = self._split()
         return StorePath(f"{glob.escape(head).rstrip('/')}/{pattern}{options}").matches()
 
-    def matches(self, folders: str | None = None) -> list[StorePath]:
+    def matches(self) -> list[StorePath]:
         """List the files that match this path as a pattern, sorted.
-
-        Args:
-            folders: name suffix of folders to list as well; None lists only files.
 
         Raises:
             OSError: see ``glob``.
         """
         if not self.is_url:
-            matches = ((match, os.path.isfile(match)) for match in glob.glob(self.text, recursive=True))
-        else:
-            with _errors_of(self):
-                infos = _unwrapped(self._filesystem()).glob(self._key, detail=True)
-                root, question, options = self._root.partition("?")
-                start = len(self._base)
-            matches = (
-                (f"{root}/{name[start:].lstrip('/')}{question}{options}", info["type"] == "file")
-                for name, info in infos.items()
-            )
-        paths = ((StorePath(match), is_file) for match, is_file in matches)
-        return sorted(path for path, is_file in paths if is_file or (folders and path.name.endswith(folders)))
+            return sorted(StorePath(match) for match in glob.glob(self.text, recursive=True) if os.path.isfile(match))
+        with _errors_of(self):
+            infos = _unwrapped(self._filesystem()).glob(self._key, detail=True)
+            root, question, options = self._root.partition("?")
+            start = len(self._base)
+        files = (name for name, info in infos.items() if info["type"] == "file")
+        return sorted(StorePath(f"{root}/{name[start:].lstrip('/')}{question}{options}") for name in files)
 
     def make_folder(self) -> None:
         """Create a folder and its parents; do nothing in an object store, which has no folders."""

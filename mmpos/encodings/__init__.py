@@ -1,4 +1,4 @@
-"""Position encodings for study and comparison: one idea per class, each of them tested in attention.
+"""Position encodings for study and comparison: one idea per entry of ENCODINGS, each of them tested in attention.
 
 Shapes used throughout:
 
@@ -8,14 +8,15 @@ Shapes used throughout:
     x              (n, head_dim) queries or keys of one head; (n, heads, head_dim) if axes differ between heads
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from mmpos.encodings.base import AdditiveTable, AttentionBias, Encoding, LearnedBias, LearnedTable, Rotation
-from mmpos.encodings.biases import Alibi, ClippedRelative, NoPE, T5Buckets, expected_square
-from mmpos.encodings.rope import HoPE, MHRope, PRope, Rope1D, Rope1DAdjacent, Rope2D, RopeND
+from mmpos.encodings.base import HEAD_DIM, AdditiveTable, AttentionBias, Encoding, LearnedBias
+from mmpos.encodings.biases import Alibi, ClippedRelative, NoPE, T5Buckets
+from mmpos.encodings.rotation import Rotation
 from mmpos.encodings.tables import Binary, Integer, LearnedAbsolute, Normalised, SingleSinusoid, Sinusoidal
+from mmpos.rotary import PRoPE, Rotary
 from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
@@ -29,52 +30,40 @@ __all__ = [
     "Binary",
     "ClippedRelative",
     "Encoding",
-    "HoPE",
     "Integer",
     "LearnedAbsolute",
     "LearnedBias",
-    "LearnedTable",
-    "MHRope",
     "NoPE",
     "Normalised",
-    "PRope",
-    "Rope1D",
-    "Rope1DAdjacent",
-    "Rope2D",
-    "RopeND",
     "Rotation",
     "SelfAttention",
     "SingleSinusoid",
     "Sinusoidal",
     "T5Buckets",
-    "expected_square",
 ]
 
-ENCODINGS: Mapping[str, type[Encoding]] = MappingProxyType(
+ENCODINGS: Mapping[str, Callable[[], Encoding]] = MappingProxyType(
     {
-        encoding.name: encoding
-        for encoding in (
-            Integer,
-            Normalised,
-            Binary,
-            SingleSinusoid,
-            Sinusoidal,
-            LearnedAbsolute,
-            ClippedRelative,
-            T5Buckets,
-            Alibi,
-            NoPE,
-            Rope1D,
-            Rope1DAdjacent,
-            Rope2D,
-            RopeND,
-            PRope,
-            HoPE,
-            MHRope,
-        )
+        "integer": Integer,
+        "normalised": Normalised,
+        "binary": Binary,
+        "single-sinusoid": SingleSinusoid,
+        "sinusoidal": Sinusoidal,
+        "learned-absolute": LearnedAbsolute,
+        "clipped-relative": ClippedRelative,
+        "t5-buckets": T5Buckets,
+        "alibi": Alibi,
+        "nope": NoPE,
+        "rope-1d": lambda: Rotation(Rotary(HEAD_DIM, axes=1)),
+        "rope-1d-adjacent": lambda: Rotation(Rotary(HEAD_DIM, axes=1, pairing="adjacent")),
+        "rope-2d": lambda: Rotation(Rotary(HEAD_DIM, axes=2, allocation="axial", pairing="adjacent")),
+        "rope-nd": lambda: Rotation(Rotary(HEAD_DIM, axes=3, allocation="axial", pairing="adjacent")),
+        "p-rope": lambda: Rotation(Rotary(HEAD_DIM, axes=1, scaling=PRoPE(0.5))),
+        "hope": lambda: Rotation(Rotary(HEAD_DIM, axes=3, allocation=[1, 2, 1, 2, -1, -1])),
+        "mhrope": lambda: Rotation(Rotary(HEAD_DIM, allocation="heads", head_axes=(0, 0, 1, 2))),
     }
 )
-"""All encoding classes by name. Without arguments, each of them builds an encoding for 48 channels in four heads."""
+"""Functions that build each encoding, for 48 channels in four heads, by name."""
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names("mmpos.encodings", {"SelfAttention": "attention"}, extra="all", what="attention")

@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmpos.encodings.base import (
-    AdditiveTable,
-    AttentionBias,
-    Encoding,
-    LearnedBias,
-    LearnedTable,
-    Rotation,
-    real_positions,
-)
+from mmpos.encodings.base import AdditiveTable, AttentionBias, Encoding, LearnedBias, real_positions
+from mmpos.encodings.rotation import Rotation
+from mmpos.encodings.tables import LearnedAbsolute
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import apply_rotary
 from mmpos.support.checks import boolean, host_array, integer
@@ -56,19 +49,12 @@ class SelfAttention(nn.Module):
         self.num_heads = integer("num_heads", num_heads, minimum=1)
         if dim % num_heads:
             raise InvalidInputError(f"dim: got {dim}, want a multiple of num_heads={num_heads}")
-        self.causal = boolean("causal", causal)
         self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.encoding = _positioned(encoding, positions, dim, num_heads)
-        self._hide()
-
-    def place(self, positions: npt.ArrayLike) -> None:
-        """Replace the positions; their number may change.
-
-        Args:
-            positions: (seq,), or (axes, seq) for a rotation. Later calls expect seq tokens in x.
-        """
-        self.encoding.place(positions)
-        self._hide()
+        _check_sizes(encoding, dim, num_heads)
+        self.encoding = _PositionedEncoding(encoding, positions)
+        seq = self.encoding.seq
+        later = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+        self.register_buffer("hidden", later if boolean("causal", causal) else None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the attention.
@@ -85,23 +71,15 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(self.encoding.add(x)).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         q, k = self.encoding.rotate(q, k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask())
+        mask = self.encoding.bias()
+        if self.hidden is not None:
+            mask = ~self.hidden if mask is None else mask.masked_fill(self.hidden, -torch.inf)
+        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(seen.transpose(1, 2).flatten(2))
-
-    def _mask(self) -> Tensor | None:
-        bias = self.encoding.bias()
-        if self.hidden is None:
-            return bias
-        return ~self.hidden if bias is None else bias.masked_fill(self.hidden, -torch.inf)
-
-    def _hide(self) -> None:
-        seq = self.encoding.seq
-        later = torch.ones(seq, seq, dtype=torch.bool, device=self.qkv.weight.device).triu(1)
-        self.register_buffer("hidden", later if self.causal else None, persistent=False)
 
 
 class _PositionedEncoding(nn.Module):
-    """Base class of encodings at fixed positions. It encodes nothing; subclasses override add, rotate or bias."""
+    """An encoding at fixed positions, with a method for each of the three places where it may act."""
 
     weights: nn.Parameter | None
     """Learned weights, or None."""
@@ -112,90 +90,65 @@ class _PositionedEncoding(nn.Module):
 
     def __init__(self, encoding: Any, positions: npt.ArrayLike) -> None:
         super().__init__()
-        self.encoding = encoding
-        learned = isinstance(encoding, LearnedTable | LearnedBias)
+        self.encoding, self.positions = encoding, host_array("positions", positions)
+        if self.positions.ndim != 1 and not isinstance(encoding, Rotation):
+            raise InvalidInputError(f"positions: got shape {self.positions.shape}, want (seq,)")
+        learned = isinstance(encoding, LearnedAbsolute | LearnedBias)
         weights = torch.tensor(encoding.weights, dtype=torch.get_default_dtype()) if learned else None
         self.register_parameter("weights", None if weights is None else nn.Parameter(weights))
         self.register_buffer("index", torch.empty(0, dtype=torch.int64), persistent=False)
         self.register_buffer("values", torch.empty(0), persistent=False)
-        self.positions = np.empty(0)
-        self.place(positions)
-
-    def place(self, positions: npt.ArrayLike) -> None:
-        """Compute the buffers for new positions, keeping their dtype and device."""
-        array = host_array("positions", positions)
-        if array.ndim != 1 and not isinstance(self.encoding, Rotation):
-            raise InvalidInputError(f"positions: got shape {array.shape}, want (seq,)")
-        before, self.positions = self.positions, array
-        try:
-            self.fill()
-        except InvalidInputError:
-            self.positions = before  # the buffers still hold these positions
-            raise
+        self._fill()
 
     @property
     def seq(self) -> int:
         """Number of tokens."""
         return self.positions.shape[-1]
 
-    def fill(self) -> None:
-        """Compute the buffers."""
-        raise NotImplementedError
-
     def add(self, x: Tensor) -> Tensor:
         """Add the table to embeddings of shape (batch, seq, dim)."""
-        return x
-
-    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k of shape (batch, seq, heads, head_dim)."""
-        return q, k
+        return x + self._rows() if isinstance(self.encoding, AdditiveTable) else x
 
     def bias(self) -> Tensor | None:
         """Return the (heads, seq, seq) bias of the scores, or None."""
-        return None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _PositionedEncoding:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.fill()  # recomputed, because a cast from float32 to float64 would keep the float32 rounding
-        return self
-
-
-class _Table(_PositionedEncoding):
-    def fill(self) -> None:
-        if self.weights is not None:
-            self.index = torch.from_numpy(self.encoding.index(self.positions)).to(self.index)
-        else:
-            self.values = torch.from_numpy(self.encoding.table(self.positions)).to(self.values)
-
-    def add(self, x: Tensor) -> Tensor:
-        return x + (self.values if self.weights is None else self.weights[self.index])
-
-
-class _Bias(_PositionedEncoding):
-    def fill(self) -> None:
-        if self.weights is not None:
-            self.index = torch.from_numpy(self.encoding.index(self.positions, self.positions)).to(self.index)
-        else:
-            self.values = torch.from_numpy(self.encoding.bias(self.positions, self.positions)).to(self.values)
-
-    def bias(self) -> Tensor:
-        return self.values if self.weights is None else self.weights[self.index].permute(2, 0, 1)
-
-
-class _Rotation(_PositionedEncoding):
-    def fill(self) -> None:
-        self.encoding.angles(self.positions)  # raises an error unless the shape matches the axes
-        ids = real_positions("positions", self.positions)
-        bits = torch.from_numpy(ids).expand(self.encoding.axes, -1).contiguous().view(torch.int64)
-        self.values = bits.to(self.values.device)  # stored as int64, because casting a model changes only floats
+        if not isinstance(self.encoding, AttentionBias):
+            return None
+        return self._rows() if self.weights is None else self._rows().permute(2, 0, 1)
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q and k of shape (batch, seq, heads, head_dim)."""
+        if not isinstance(self.encoding, Rotation):
+            return q, k
         if q.dtype == torch.float64:
             return self._rotate_float64(q), self._rotate_float64(k)
         batched = self.values.view(torch.float64)[:, None].expand(-1, len(q), -1)
         turned, keys = apply_rotary(q, k, batched, self.encoding.rotary, layout="bshd")
         assert keys is not None
         return turned, keys
+
+    def _rows(self) -> Tensor:
+        return self.values if self.weights is None else self.weights[self.index]
+
+    def _fill(self) -> None:
+        """Compute the buffers."""
+        if isinstance(self.encoding, Rotation):
+            self.encoding.angles(self.positions)  # raises an error unless the shape matches the axes
+            ids = torch.from_numpy(real_positions("positions", self.positions))
+            bits = ids.expand(self.encoding.rotary.axes, -1).contiguous().view(torch.int64)
+            self.values = bits.to(self.values.device)  # stored as int64, because casting a model changes only floats
+            return
+        is_bias = isinstance(self.encoding, AttentionBias)
+        arguments = [self.positions] * (2 if is_bias else 1)
+        if self.weights is not None:
+            self.index = torch.from_numpy(self.encoding.index(*arguments)).to(self.index)
+        else:
+            compute = self.encoding.bias if is_bias else self.encoding.table
+            self.values = torch.from_numpy(compute(*arguments)).to(self.values)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _PositionedEncoding:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._fill()  # recomputed, because a cast from float32 to float64 would keep the float32 rounding
+        return self
 
     def _rotate_float64(self, x: Tensor) -> Tensor:
         """Rotate in float64 under autograd, for gradient checks; apply_rotary computes its phases in float32."""
@@ -208,20 +161,17 @@ class _Rotation(_PositionedEncoding):
         return turned.index_copy(-1, second, a * sin + b * cos)
 
 
-def _positioned(encoding: Encoding, positions: npt.ArrayLike, dim: int, num_heads: int) -> _PositionedEncoding:
-    """Build the module for an encoding; raise an error unless it has the channels and heads of the block."""
+def _check_sizes(encoding: Encoding, dim: int, num_heads: int) -> None:
+    """Raise an error unless the encoding has the channels and heads of the block."""
     if isinstance(encoding, AdditiveTable):
-        return _fitting(_Table, "dim", encoding.dim, dim)(encoding, positions)
-    if isinstance(encoding, AttentionBias):
-        return _fitting(_Bias, "num_heads", encoding.num_heads, num_heads)(encoding, positions)
-    if isinstance(encoding, Rotation):
-        if encoding.rotary.own_heads:
-            _fitting(_Rotation, "num_heads", encoding.rotary.own_heads, num_heads)
-        return _fitting(_Rotation, "head_dim", encoding.rotary.head_dim, dim // num_heads)(encoding, positions)
-    raise InvalidInputError(f"encoding: got {encoding!r}, want an AdditiveTable, an AttentionBias or a Rotation")
-
-
-def _fitting(kind: type[_PositionedEncoding], name: str, got: int, want: int) -> type[_PositionedEncoding]:
-    if got != want:
-        raise InvalidInputError(f"encoding.{name}: got {got}, want {want} as in the block")
-    return kind
+        sizes = [("dim", encoding.dim, dim)]
+    elif isinstance(encoding, AttentionBias):
+        sizes = [("num_heads", encoding.num_heads, num_heads)]
+    elif isinstance(encoding, Rotation):
+        own = encoding.rotary.own_heads or num_heads
+        sizes = [("num_heads", own, num_heads), ("head_dim", encoding.rotary.head_dim, dim // num_heads)]
+    else:
+        raise InvalidInputError(f"encoding: got {encoding!r}, want an AdditiveTable, an AttentionBias or a Rotation")
+    for name, got, want in sizes:
+        if got != want:
+            raise InvalidInputError(f"encoding.{name}: got {got}, want {want} as in the block")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mmpos.encodings.base import (
-    MAX_CHANNELS,
     NUM_HEADS,
     AttentionBias,
     LearnedBias,
@@ -20,11 +18,12 @@ from mmpos.encodings.base import (
     whole_positions,
 )
 from mmpos.errors import InvalidInputError
+from mmpos.rotary.allocation import MAX_HEAD_DIM
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.cached import cached_property
-from mmpos.support.checks import INT32_MAX, IntArray, boolean, finite, integer
+from mmpos.support.checks import INT32_MAX, IntArray, boolean, integer
 
-__all__ = ["Alibi", "ClippedRelative", "NoPE", "T5Buckets", "expected_square"]
+__all__ = ["Alibi", "ClippedRelative", "NoPE", "T5Buckets"]
 
 CLIPPED_AT = 16
 
@@ -45,9 +44,8 @@ class ClippedRelative(LearnedBias):
         weights: (2K + 1, num_heads); drawn at random for K = 16 by default.
     """
 
-    weights: Float64Array = field(default_factory=lambda: draw(2 * CLIPPED_AT + 1, NUM_HEADS, 0), repr=False)
+    weights: Float64Array = field(default_factory=lambda: draw(2 * CLIPPED_AT + 1, NUM_HEADS), repr=False)
     num_heads: int = field(init=False)
-    name: ClassVar[str] = "clipped-relative"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,16 +53,10 @@ class ClippedRelative(LearnedBias):
             raise InvalidInputError(f"weights: got {len(self.weights)} rows, want 2K + 1")
 
     @classmethod
-    def drawn(cls, max_distance: int = CLIPPED_AT, num_heads: int = NUM_HEADS, seed: int = 0) -> ClippedRelative:
-        """Draw the weights of an untrained model.
-
-        Args:
-            max_distance: K.
-            num_heads: number of heads.
-            seed: seed of the random number generator.
-        """
+    def drawn(cls, max_distance: int = CLIPPED_AT, num_heads: int = NUM_HEADS) -> ClippedRelative:
+        """Draw the weights of an untrained model for K = max_distance."""
         rows = 2 * integer("max_distance", max_distance, minimum=0) + 1
-        return cls(draw(rows, integer("num_heads", num_heads, minimum=1), seed))
+        return cls(draw(rows, integer("num_heads", num_heads, minimum=1)))
 
     @property
     def max_distance(self) -> int:
@@ -74,9 +66,6 @@ class ClippedRelative(LearnedBias):
     def index(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> IntArray:
         ahead = distances(query_positions, key_positions)
         return np.clip(ahead, -self.max_distance, self.max_distance) + self.max_distance
-
-
-NUM_BUCKETS, MAX_DISTANCE = 32, 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +92,10 @@ class T5Buckets(LearnedBias):
         bidirectional: whether keys after the query have separate buckets.
     """
 
-    weights: Float64Array = field(default_factory=lambda: draw(NUM_BUCKETS, NUM_HEADS, 0), repr=False)
-    max_distance: int = MAX_DISTANCE
+    weights: Float64Array = field(default_factory=lambda: draw(32, NUM_HEADS), repr=False)
+    max_distance: int = 128
     bidirectional: bool = True
     num_heads: int = field(init=False)
-    name: ClassVar[str] = "t5-buckets"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,24 +108,11 @@ class T5Buckets(LearnedBias):
 
     @classmethod
     def drawn(
-        cls,
-        num_buckets: int = NUM_BUCKETS,
-        max_distance: int = MAX_DISTANCE,
-        bidirectional: bool = True,
-        num_heads: int = NUM_HEADS,
-        seed: int = 0,
+        cls, num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True, num_heads: int = NUM_HEADS
     ) -> T5Buckets:
-        """Draw the weights of an untrained model.
-
-        Args:
-            num_buckets: number of buckets in both directions together.
-            max_distance: M.
-            bidirectional: whether keys after the query have separate buckets.
-            num_heads: number of heads.
-            seed: seed of the random number generator.
-        """
+        """Draw the weights of an untrained model; the buckets of both directions are counted together."""
         rows = integer("num_buckets", num_buckets, minimum=2)
-        return cls(draw(rows, integer("num_heads", num_heads, minimum=1), seed), max_distance, bidirectional)
+        return cls(draw(rows, integer("num_heads", num_heads, minimum=1)), max_distance, bidirectional)
 
     @property
     def _per_direction(self) -> int:
@@ -186,10 +161,9 @@ class Alibi(AttentionBias):
     """
 
     num_heads: int = NUM_HEADS
-    name: ClassVar[str] = "alibi"
 
     def __post_init__(self) -> None:
-        integer("num_heads", self.num_heads, minimum=1, maximum=MAX_CHANNELS)
+        integer("num_heads", self.num_heads, minimum=1, maximum=MAX_HEAD_DIM)
 
     @cached_property
     def slopes(self) -> Float64Array:
@@ -225,33 +199,10 @@ class NoPE(AttentionBias):
     """
 
     num_heads: int = NUM_HEADS
-    name: ClassVar[str] = "nope"
 
     def __post_init__(self) -> None:
-        integer("num_heads", self.num_heads, minimum=1, maximum=MAX_CHANNELS)
+        integer("num_heads", self.num_heads, minimum=1, maximum=MAX_HEAD_DIM)
 
     def bias(self, query_positions: npt.ArrayLike, key_positions: npt.ArrayLike) -> Float64Array:
         queries = real_positions("query_positions", query_positions, 1)
         return np.zeros((self.num_heads, queries.size, real_positions("key_positions", key_positions, 1).size))
-
-
-def expected_square(n: npt.ArrayLike, sigma2: float) -> Float64Array:
-    """Compute E[y_n²] = σ²/n for a component of uniform causal attention over n values.
-
-    This value reveals the position to NoPE. The formula holds for independent values with mean 0 and variance σ² under
-    uniform attention, that is, at best before training. When n is large, the value hardly differs between neighbouring
-    positions, and a reader of the source normalised it away without any loss in training.
-
-    Source: kexue.fm 10347; "Latent positional information is in the self-attention variance" (Chi et al., 2023).
-
-    >>> expected_square([1, 4, 16, 64], 2.25).tolist()
-    [2.25, 0.5625, 0.140625, 0.03515625]
-
-    Args:
-        n: (...) number of tokens attended to, including the query's own; >= 1.
-        sigma2: variance of a component of the values.
-
-    Returns:
-        (...) float64, new.
-    """
-    return finite("sigma2", sigma2, minimum=0) / whole_positions("n", n, minimum=1)

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.encodings.base import DIM, MAX_CHANNELS, AdditiveTable, LearnedTable, draw, real_positions, whole_positions
+from mmpos.encodings.base import DIM, AdditiveTable, draw, freeze, real_positions, whole_positions
 from mmpos.rotary import Rotary
+from mmpos.rotary.allocation import MAX_HEAD_DIM
 from mmpos.rotary.frequencies import Float64Array
 from mmpos.support.cached import cached_property
 from mmpos.support.checks import IntArray, even, finite, integer
 
 __all__ = ["Binary", "Integer", "LearnedAbsolute", "Normalised", "SingleSinusoid", "Sinusoidal"]
 
+LENGTH = 512
+
 
 @dataclass(frozen=True)
-class Integer(AdditiveTable):
+class _EqualChannels(AdditiveTable):
+    """A table with the same number in every channel.
+
+    Args:
+        dim: channels.
+    """
+
+    dim: int = DIM
+
+    def __post_init__(self) -> None:
+        integer("dim", self.dim, minimum=1, maximum=MAX_HEAD_DIM)
+
+    @abstractmethod
+    def number(self, positions: npt.ArrayLike) -> Float64Array:
+        """Return the number for each position, (...)."""
+
+    def table(self, positions: npt.ArrayLike) -> Float64Array:
+        return np.repeat(self.number(positions)[..., None], self.dim, axis=-1)
+
+
+class Integer(_EqualChannels):
     """PE(p) = p in every channel, for p = 0 … T−1.
 
     Values are unique, and p + k is always k away from p, but they are unbounded and soon larger than any embedding.
@@ -29,55 +52,28 @@ class Integer(AdditiveTable):
 
     >>> Integer(dim=2).table([0, 1, 4]).tolist()
     [[0.0, 0.0], [1.0, 1.0], [4.0, 4.0]]
-
-    Args:
-        dim: channels.
     """
 
-    dim: int = DIM
-    name: ClassVar[str] = "integer"
-
-    def __post_init__(self) -> None:
-        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
-
-    def table(self, positions: npt.ArrayLike) -> Float64Array:
-        return np.repeat(real_positions("positions", positions)[..., None], self.dim, axis=-1)
+    def number(self, positions: npt.ArrayLike) -> Float64Array:
+        return real_positions("positions", positions)
 
 
-@dataclass(frozen=True)
-class Normalised(AdditiveTable):
+class Normalised(_EqualChannels):
     """PE(p) = p / (T − 1) in every channel, in [0, 1]; the only position of a one-token sequence maps to 0.
 
-    The vector of a position depends on the sequence length; the longer the sequence, the closer the vectors of
-    neighbours.
+    T is 1 + the largest position along the last axis of positions. The vector of a position depends on the sequence
+    length; the longer the sequence, the closer the vectors of neighbours.
 
     Source: "详解Transformer中的Positional Encoding" (2021), the second idea, which the article rejects.
 
     >>> Normalised(dim=1).table([0, 1, 2, 3, 4]).ravel().tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0]
-
-    Args:
-        dim: channels.
-        length: T; None uses 1 + the largest position along the last axis of positions.
     """
 
-    dim: int = DIM
-    length: int | None = None
-    name: ClassVar[str] = "normalised"
-
-    def __post_init__(self) -> None:
-        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
-        if self.length is not None:
-            integer("length", self.length, minimum=1)
-
-    def table(self, positions: npt.ArrayLike) -> Float64Array:
-        ids = whole_positions("positions", positions, minimum=0, below=self.length)
-        last = np.atleast_1d(ids).max(axis=-1, keepdims=True, initial=0) if self.length is None else self.length - 1
-        share = (ids / np.maximum(last, 1)).reshape(ids.shape)
-        return np.repeat(share[..., None], self.dim, axis=-1)
-
-
-MAX_BITS = 63
+    def number(self, positions: npt.ArrayLike) -> Float64Array:
+        ids = whole_positions("positions", positions, minimum=0)
+        last = np.atleast_1d(ids).max(axis=-1, keepdims=True, initial=1)
+        return (ids / last).reshape(ids.shape)
 
 
 @dataclass(frozen=True)
@@ -99,43 +95,29 @@ class Binary(AdditiveTable):
     """
 
     dim: int = DIM
-    name: ClassVar[str] = "binary"
 
     def __post_init__(self) -> None:
-        integer("dim", self.dim, minimum=1, maximum=MAX_BITS)
+        integer("dim", self.dim, minimum=1, maximum=63)
 
     def table(self, positions: npt.ArrayLike) -> Float64Array:
         ids = whole_positions("positions", positions, minimum=0, below=2**self.dim)
         return (ids[..., None] >> np.arange(self.dim) & 1).astype(np.float64)
 
 
-@dataclass(frozen=True)
-class SingleSinusoid(AdditiveTable):
-    """PE(p) = sin(ωp) in every channel.
+class SingleSinusoid(_EqualChannels):
+    """PE(p) = sin(ωp) in every channel, ω = 0.1 rad per position; positions may be fractions.
 
     *Corrected*: with a small ω, neighbours are nearly equal, at most ω apart; with a large ω, distant positions
     collide. The source says the opposite.
 
     Source: "详解Transformer中的Positional Encoding" (2021), the step before it combines several frequencies.
 
-    >>> SingleSinusoid(dim=1, omega=1.0).table([0, 1]).round(6).ravel().tolist()
+    >>> SingleSinusoid(dim=1).table([0, 10]).round(6).ravel().tolist()
     [0.0, 0.841471]
-
-    Args:
-        dim: channels.
-        omega: ω > 0 in rad per position.
     """
 
-    dim: int = DIM
-    omega: float = 0.1
-    name: ClassVar[str] = "single-sinusoid"
-
-    def __post_init__(self) -> None:
-        integer("dim", self.dim, minimum=1, maximum=MAX_CHANNELS)
-        finite("omega", self.omega, above=0)
-
-    def table(self, positions: npt.ArrayLike) -> Float64Array:
-        return np.repeat(np.sin(self.omega * real_positions("positions", positions))[..., None], self.dim, axis=-1)
+    def number(self, positions: npt.ArrayLike) -> Float64Array:
+        return np.sin(0.1 * real_positions("positions", positions))
 
 
 @dataclass(frozen=True)
@@ -161,10 +143,9 @@ class Sinusoidal(AdditiveTable):
 
     dim: int = DIM
     theta: float = 10000.0
-    name: ClassVar[str] = "sinusoidal"
 
     def __post_init__(self) -> None:
-        even("dim", self.dim, maximum=MAX_CHANNELS)
+        even("dim", self.dim, maximum=MAX_HEAD_DIM)
         _ = self.frequencies  # raises an error if theta is wrong
 
     @cached_property
@@ -186,11 +167,8 @@ class Sinusoidal(AdditiveTable):
         return matrix
 
 
-LENGTH = 512
-
-
 @dataclass(frozen=True, eq=False)
-class LearnedAbsolute(LearnedTable):
+class LearnedAbsolute(AdditiveTable):
     """PE(p) is row p of a table of L_max rows, as in BERT; a position p >= L_max causes an error.
 
     Source: "Convolutional sequence to sequence learning" (Gehring et al., 2017); BERT (Devlin et al., 2018).
@@ -199,28 +177,23 @@ class LearnedAbsolute(LearnedTable):
     [[1.0, 2.0], [0.5, 0.0]]
 
     Args:
-        weights: the table, (L_max, dim); drawn at random for 512 positions by default.
+        weights: the table, (L_max, dim); drawn at random for 512 positions by default. The stored copy is read-only.
     """
 
-    weights: Float64Array = field(default_factory=lambda: draw(LENGTH, DIM, 0), repr=False)
+    weights: Float64Array = field(default_factory=lambda: draw(LENGTH, DIM), repr=False)
     dim: int = field(init=False)
-    name: ClassVar[str] = "learned-absolute"
+
+    def __post_init__(self) -> None:
+        freeze(self, self.weights, "dim")
 
     @classmethod
-    def drawn(cls, length: int = LENGTH, dim: int = DIM, seed: int = 0) -> LearnedAbsolute:
-        """Draw the weights of an untrained model.
-
-        Args:
-            length: L_max.
-            dim: channels.
-            seed: seed of the random number generator.
-        """
-        return cls(draw(integer("length", length, minimum=1), integer("dim", dim, minimum=1), seed))
-
-    @property
-    def length(self) -> int:
-        """L_max, the number of positions."""
-        return len(self.weights)
+    def drawn(cls, length: int = LENGTH, dim: int = DIM) -> LearnedAbsolute:
+        """Draw the weights of an untrained model for L_max = length positions."""
+        return cls(draw(integer("length", length, minimum=1), integer("dim", dim, minimum=1)))
 
     def index(self, positions: npt.ArrayLike) -> IntArray:
-        return whole_positions("positions", positions, minimum=0, below=self.length)
+        """Return the row for each position, in an array with the shape of positions."""
+        return whole_positions("positions", positions, minimum=0, below=len(self.weights))
+
+    def table(self, positions: npt.ArrayLike) -> Float64Array:
+        return self.weights[self.index(positions)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.sections import Sections, request_positions
+from mmpos.integrations.request_ids import request_ids
 from mmpos.positions.table import PositionTable
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, host_array, int_array, integer
@@ -21,7 +21,7 @@ __all__ = ["item_segments", "mrope_positions"]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
-def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tokens: int = 0) -> tuple[Tensor, Tensor]:
+def mrope_positions(positions: PositionTable) -> tuple[Tensor, Tensor]:
     """Return ``mrope_positions`` and ``mrope_position_delta`` for a request, like SGLang's ``compute_mrope_positions``.
 
     SGLang slices the ids for chunked prefill and cached prefixes, and uses the delta to place generated and draft
@@ -29,19 +29,16 @@ def mrope_positions(positions: PositionTable, sections: Sections, *, max_new_tok
 
     Args:
         positions: positions of the whole prompt, as one document.
-        sections: layout of the engine's rotation.
-        max_new_tokens: maximum number of generated tokens, including drafts.
 
     Returns:
         New int64 tensors of shape (3, tokens) and (1, 1).
 
     Raises:
-        InvalidInputError: positions do not contain exactly one document, contain padding or a negative id, or differ
-            from sections in the number of axes.
-        UnsupportedError: ids may be fractions, the scheme has no next position, or the prompt ends with patches.
-        LimitExceededError: ids, or the cursor plus max_new_tokens, exceed the cos/sin cache.
+        InvalidInputError: positions do not contain exactly one document, or contain padding or a negative id.
+        UnsupportedError: there are more than three axes, ids may be fractions, the scheme has no next position, or the
+            prompt ends with patches.
     """
-    ids, delta = request_positions(positions, sections, max_new_tokens=max_new_tokens)
+    ids, delta = request_ids(positions)
     if not ids.shape[1] or (ids[:, -1] != delta + ids.shape[1] - 1).any():
         got = f"last ids {ids[:, -1].tolist()}" if ids.shape[1] else "no tokens"
         raise UnsupportedError(

@@ -11,7 +11,7 @@ from mmpos.errors import MmposError
 from mmpos.positions.table import PositionTable, of_bytes
 from mmpos.positions.table_rows import AXES
 from mmpos.schemes import Grids, Scheme
-from mmpos.schemes.check import NotAffineError, Values, linear, text_values, unit_points, values
+from mmpos.schemes.affine import NotAffineError, Values, linear, text_values, unit_points, values
 from mmpos.segments.kinds import GRID
 from mmpos.segments.table import SegmentTable
 from mmpos.support import native

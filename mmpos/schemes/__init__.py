@@ -5,9 +5,9 @@ from functools import cache
 from types import MappingProxyType
 
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.schemes.affine import check
 from mmpos.schemes.base import RATIONAL_PARAMETERS, Grids, Pieces, Placement, Scheme, TextRuns
 from mmpos.schemes.canvas import MRopeCanvas
-from mmpos.schemes.check import check
 from mmpos.schemes.flat import V2PE, Flatten
 from mmpos.schemes.generation import (
     NOT_AFFINE,

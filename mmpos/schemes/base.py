@@ -217,7 +217,8 @@ class Scheme(ABC):
     @cached_property
     def label(self) -> str:
         """Name of the scheme and its non-default parameters: rope-tie-v2(axes=3, rounding=floor)."""
-        return label(self)
+        parameters = ", ".join(f"{name}={value}" for name, value in changed_parameters(self).items())
+        return f"{self.name}({parameters})" if parameters else self.name
 
     @abstractmethod
     def advance(self, grids: Grids) -> IntArray:
@@ -267,17 +268,6 @@ def changed_parameters(named: object) -> dict[str, Any]:
         for name, (value, default) in values.items()
         if not hasattr(value, "shape") and (default is MISSING or value != default)
     }
-
-
-def label(named: Any) -> str:
-    """Return the label of a scheme or an encoding: its name and its non-default parameters.
-
-    >>> from mmpos.encodings import Rope1D
-    >>> label(Rope1D(theta=500.0)), label(Rope1D())
-    ('rope-1d(theta=500.0)', 'rope-1d')
-    """
-    parameters = ", ".join(f"{name}={value}" for name, value in changed_parameters(named).items())
-    return f"{named.name}({parameters})" if parameters else str(named.name)
 
 
 MAX_PIECES = 2**20

@@ -33,7 +33,7 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
             "something is missing: a package, memory, a writable path, disk space, or a process that reads the output"
         ),
         WRONG: "a wrong argument, option or input",
-        DIFFERENT: "ids differ, according to mmpos check, mmpos conformance or another command",
+        DIFFERENT: "ids differ, according to mmpos check or another command",
         NO_ANSWER: "a server did not answer: it is down, overloaded or too slow",
         INTERRUPTED: "stopped by Ctrl-C",
     }

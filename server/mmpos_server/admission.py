@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from time import monotonic
@@ -13,11 +12,9 @@ from mmpos.errors import ServiceOverloadedError, ServiceUnavailableError
 from mmpos.support.info import cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mmpos_server.config import ClientLimits, Concurrency
 
-__all__ = ["CHECKS", "WATCHES", "Admission", "Gate", "PoolName", "Rates", "WorkPool"]
+__all__ = ["CHECKS", "WATCHES", "Admission", "Gate", "PoolName", "WorkPool"]
 
 
 PoolName = Literal["place", "image", "heavy", "rotary"]
@@ -40,9 +37,6 @@ _CALM = 1.0
 
 _TURNS = 2
 """Number of calls that may wait per thread of a pool while the pool is overloaded."""
-
-_MOST_IDLE = 10_000
-"""Maximum number of idle clients whose rate is kept, which bounds memory when a caller has many addresses."""
 
 
 class Gate:
@@ -140,58 +134,6 @@ class WorkPool:
             if self.gate.taken >= most:  # the pool is full, not just the client's share
                 self._overloaded_until = monotonic() + _CALM
             raise
-
-
-class Rates:
-    """Token buckets that allow each client a number of requests per second on average, and a burst after a pause.
-
-    Args:
-        limits: rate and burst of each client; a rate of 0 means no limit, and a burst of 0 means one second's worth of
-            requests.
-        clock: function that returns the current time in seconds.
-    """
-
-    def __init__(self, limits: ClientLimits, clock: Callable[[], float] = monotonic) -> None:
-        self._per_second, self._clock = limits.requests_per_second, clock
-        self.limited = self._per_second > 0
-        """Whether clients' rates are limited."""
-        self._burst = float(limits.burst or max(limits.requests_per_second, 1.0))
-        self._left: OrderedDict[str, tuple[float, float]] = (
-            OrderedDict()
-        )  # the requests left and the time when they were counted; oldest first
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._left)
-
-    def take(self, client: str) -> None:
-        """Count one request.
-
-        Raises:
-            ServiceOverloadedError: the request exceeds the rate; the error contains the seconds after which to retry.
-        """
-        if not self.limited:
-            return
-        with self._lock:
-            now = self._clock()
-            left, then = self._left.pop(client, (self._burst, now))
-            left = min(self._burst, left + self._per_second * (now - then))
-            early = left < 1.0
-            self._left[client] = (left if early else left - 1.0, now)
-            self._forget(now)
-        if early:
-            raise ServiceOverloadedError(
-                f"clients.requests_per_second for {client!r}: want <= {self._per_second:g} on average",
-                (1.0 - left) / self._per_second,
-            )
-
-    def _forget(self, now: float) -> None:
-        """Forget the clients whose full burst is available again, and the oldest clients if there are too many."""
-        while self._left:
-            left, then = next(iter(self._left.values()))
-            if len(self._left) <= _MOST_IDLE and left + self._per_second * (now - then) < self._burst:
-                return
-            self._left.popitem(last=False)
 
 
 class Admission:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import replace
 from threading import Event, Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -15,12 +13,12 @@ import grpc
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import Certificates, TokenFile
-from mmpos_server.admission import CHECKS, WATCHES, Admission, Rates
+from mmpos_server.admission import CHECKS, WATCHES, Admission
 from mmpos_server.call import GoneError
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Answer, Endpoint, ServerContext
 from mmpos_server.introspection import HEALTH, REFLECTION, Health, Introspection
-from mmpos_server.listening import Listen, address, bind, transport_options
+from mmpos_server.listening import Listen, address, bind, bind_uds, transport_options
 from mmpos_server.streams import StreamEndpoint
 from mmpos_server.telemetry import Logs, Metrics
 from mmpos_server.transit import Transit
@@ -84,17 +82,13 @@ class Server:
             from mmpos_server.services import methods as all_methods
 
             methods = all_methods
-        self._build_methods: Callable[[ServerConfig], Sequence[Method]] = lambda config: methods(
-            Profiles.from_config(config), config.limits
-        )
-        self._methods = self._build_methods(config)
+        self._methods = methods(Profiles.from_config(config), config.limits)
         self._admission = Admission(config.concurrency, config.clients)
         tokens = self.listen.token_file
         self._context = ServerContext(
             config,
             self._admission,
-            Transit(config.connections, self.logs),
-            Rates(config.clients),
+            Transit(self.logs),
             self.metrics,
             self.logs,
             TokenFile(tokens, self.logs) if tokens else None,
@@ -114,7 +108,6 @@ class Server:
         self._files: list[Callable[[], None]] = [] if self._context.tokens is None else [self._context.tokens.refresh]
         self._last_round = -math.inf
         self._ended = Event()
-        self._closing = ExitStack()
 
     @property
     def ready(self) -> bool:
@@ -148,30 +141,12 @@ class Server:
         self._add_methods(server)
         addresses = [self._add_port(server, certificates)] if listen.tcp else []
         if listen.uds:
-            self._closing.callback(listen.uds.listen(server.add_insecure_port))
-            addresses.append(listen.uds.address)
+            addresses.append(bind_uds(listen.uds, server.add_insecure_port))
         server.start()
         self._server = server
         self._last_round = monotonic()
         Thread(target=self._watch, name="mmpos-watch", daemon=True).start()
         return addresses
-
-    def renew(self, config: ServerConfig) -> None:
-        """Handle later calls with new profiles, limits, time limits and rates.
-
-        Raises:
-            InvalidInputError: a profile is wrong; the server then keeps its old settings.
-            ImportError: a profile needs a package that is not installed.
-        """
-        methods = self._build_methods(config)
-        self.config = config
-        self._context = replace(self._context, config=config, rates=Rates(config.clients))
-        self._context.transit.renew(config.connections)
-        self.introspection.server = self._context
-        by_name = {(method.service, method.name): method for method in methods}
-        endpoints: list[Endpoint | StreamEndpoint] = [*self.unary.values(), *self.streams.values()]
-        for endpoint in endpoints:
-            endpoint.renew(by_name[endpoint.method.service, endpoint.method.name], self._context)
 
     def announce_stop(self) -> None:
         """Report NOT_SERVING in health checks, but continue to serve calls."""
@@ -193,7 +168,6 @@ class Server:
             end = monotonic() + (grace or 0.0)
             self._settle(grace or 0.0)
             self._context.transit.drain()
-            self._closing.close()
             ended = self._server.stop(max(0.0, end - monotonic()))
             quiet_since = math.inf
             # The transport itself would wait 20 seconds for a client that does not acknowledge the end.

@@ -26,7 +26,6 @@ from mmpos.support.extras import needed_for
 __all__ = [
     "ClientLimits",
     "Concurrency",
-    "Connections",
     "Limits",
     "Profile",
     "ProfileSettings",
@@ -65,6 +64,7 @@ class Concurrency(_Settings):
         image_threads: number of threads that decode images; 0 starts one per core.
         max_in_flight_bytes: maximum total bytes of requests and of unread answers.
         max_streams: maximum number of open streams.
+        max_connections: maximum number of open connections; the server closes further ones immediately.
     """
 
     max_in_flight: int = Field(default=256, ge=1, le=65_536)
@@ -72,38 +72,18 @@ class Concurrency(_Settings):
     image_threads: int = Field(default=0, ge=0, le=1024)
     max_in_flight_bytes: int = Field(default=1024 * _MIB, ge=1024)
     max_streams: int = Field(default=128, ge=1, le=65_536)
-
-
-class Connections(_Settings):
-    """Limits for the number of connections and the time for which they stay open.
-
-    Args:
-        max_connections: maximum number of open connections; the server closes further ones immediately.
-        receive_seconds: maximum time from the start of a call until its request, or the first item of its stream, has
-            arrived.
-        send_seconds: maximum time until a client has read an answer.
-        age_seconds: age of a connection at which the server asks its client to open a new one.
-    """
-
     max_connections: int = Field(default=1000, ge=1, le=2**31 - 1)
-    receive_seconds: float = Field(default=30.0, gt=0, le=1e6)
-    send_seconds: float = Field(default=120.0, gt=0, le=1e6)
-    age_seconds: float = Field(default=3600.0, gt=0, le=1e6)
 
 
 class ClientLimits(_Settings):
-    """Limits for one client, on concurrent calls and on calls per second; each process counts separately.
+    """Limits for one client; each process counts separately.
 
     Args:
         max_share: largest share of max_in_flight, max_in_flight_images, max_in_flight_bytes and max_streams, but at
             least one call.
-        requests_per_second: average number of calls and items of streams per second; 0 means no limit.
-        burst: maximum number of calls and items at once after a pause; 0 means one second's worth.
     """
 
     max_share: float = Field(default=0.5, gt=0, le=1)
-    requests_per_second: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    burst: int = Field(default=0, ge=0)
 
 
 class ProfileSettings(_Settings):
@@ -133,7 +113,6 @@ class ServerConfig(_Settings):
 
     limits: Limits = Limits()
     concurrency: Concurrency = Concurrency()
-    connections: Connections = Connections()
     clients: ClientLimits = ClientLimits()
     profiles: dict[str, ProfileSettings]
     _path: Path | None = PrivateAttr(default=None)
@@ -286,9 +265,6 @@ class Profiles:
 
     def __iter__(self) -> Iterator[Profile]:
         return iter(self._profiles.values())
-
-    def __len__(self) -> int:
-        return len(self._profiles)
 
     def get(self, name: str | None) -> Profile:
         """Return the profile of this name, or the default for None.

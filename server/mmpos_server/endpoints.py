@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from mmpos_server.access import TokenFile
-    from mmpos_server.admission import Admission, Rates
+    from mmpos_server.admission import Admission
     from mmpos_server.config import ServerConfig
     from mmpos_server.methods import Method
     from mmpos_server.telemetry import Logs, Metrics
     from mmpos_server.tracing import Tracing
     from mmpos_server.transit import Transit
 
-__all__ = ["REQUEST_ID", "Answer", "Caller", "Context", "Endpoint", "ServerContext", "host_of"]
+__all__ = ["REQUEST_ID", "Answer", "Context", "Endpoint", "ServerContext"]
 
 
 REQUEST_ID = "x-request-id"
@@ -61,8 +61,8 @@ class Answer(NamedTuple):
     failed: Failure | None = None
 
 
-class Caller(Protocol):
-    """The client of a call."""
+class Context(Transport, Protocol):
+    """Context of a call: gRPC's, or a test's."""
 
     def invocation_metadata(self) -> Any:
         """Return the client's metadata as pairs."""
@@ -73,16 +73,12 @@ class Caller(Protocol):
     def auth_context(self) -> Any:
         """Return the names from the client's certificate."""
 
-
-class Context(Caller, Transport, Protocol):
-    """Context of a call, from gRPC or from a host that replaces gRPC."""
-
     def time_remaining(self) -> float | None:
         """Return the seconds until the deadline, or None if there is none."""
 
 
 @lru_cache(maxsize=4096)
-def host_of(peer: str) -> str:
+def _host_of(peer: str) -> str:
     """Return the host of a peer as gRPC names it, such as ipv4:127.0.0.1:50051; "unix" for a unix socket."""
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
@@ -99,7 +95,6 @@ class ServerContext:
         config: settings of the server.
         admission: gates and thread pools.
         transit: the messages in transit.
-        rates: the clients' request rates.
         metrics: the server's metrics.
         logs: the server's log.
         tokens: the known tokens; None if the server requires no token.
@@ -110,7 +105,6 @@ class ServerContext:
     config: ServerConfig
     admission: Admission
     transit: Transit
-    rates: Rates
     metrics: Metrics
     logs: Logs
     tokens: TokenFile | None = None
@@ -152,24 +146,20 @@ class ServerContext:
             for value in identity.get(key, ()):
                 if value:
                     return str(value.decode(errors="replace"))
-        return host_of(context.peer())
+        return _host_of(context.peer())
 
     def parse(self, kind: type[M], raw: bytes, call: Call, *, bulky: bool) -> M:
         """Parse a request; ``bulky`` requests may have more bytes besides large tensors than limits.message_bytes.
 
         Raises:
             DecodeError: the bytes are not a message of this kind.
-            LimitExceededError: the request has more bytes than a limit that was lowered since the start (the transport
-                enforces the initial limit), or too many bytes that are not in large tensors.
+            LimitExceededError: the request has too many bytes that are not in large tensors.
         """
-        limits = self.config.limits
-        if len(raw) > limits.request_bytes:
-            raise LimitExceededError(f"request: got {len(raw)} bytes, want <= {limits.request_bytes}")
         call.request_bytes = len(raw)
         began = perf_counter()
         marked = call.beside.marked(kind, raw)
         if not bulky:
-            check("message_bytes", len(marked), limits)
+            check("message_bytes", len(marked), self.config.limits)
         message = kind.FromString(marked)
         call.stages.append(("decode", perf_counter() - began))
         return message
@@ -226,10 +216,6 @@ class Endpoint:
         self._path = f"{method.service}/{method.name}"
         self._metrics = MethodMetrics(server.metrics, method.name)
 
-    def renew(self, method: Method, server: ServerContext) -> None:
-        """Answer later calls with this method, which must have the same name."""
-        self.method, self._server = method, server
-
     def answer(self, requests: Iterator[bytes], context: Context) -> Answer:
         """Answer one call; its request is not read until the call has a slot.
 
@@ -249,7 +235,6 @@ class Endpoint:
         status = "CANCELLED"
         try:
             server.admission.arrive()
-            server.rates.take(client)
             call.admit(server.admission.calls)
             raw = server.transit.request(requests, context)
             plain = None if method.plain is None else call.plain(method.plain, raw)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,11 +15,11 @@ from prometheus_client import CollectorRegistry
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import TlsFiles
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.listening import Listen, Uds, inherits
+from mmpos_server.listening import Listen
 from mmpos_server.page import exposed
 from mmpos_server.telemetry import ProcessMetrics
 
-__all__ = ["Flags", "LogFormat", "LogLevel"]
+__all__ = ["Flags", "LogLevel"]
 
 
 class LogLevel(StrEnum):
@@ -30,13 +29,6 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
-
-
-class LogFormat(StrEnum):
-    """Format of log lines."""
-
-    JSON = "json"
-    CONSOLE = "console"
 
 
 def _flag(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
@@ -58,8 +50,9 @@ class Flags:
         int | None,
         _flag("Port to listen on; 0 picks a free one.", min=0, max=65535, default="50051, or no port with --uds"),
     ] = None
-    uds: Annotated[Path | None, _flag("Unix socket to listen on; never encrypted.", metavar="PATH")] = None
-    uds_mode: Annotated[str | None, _flag("Permissions of the unix socket.", metavar="OCTAL", default="0600")] = None
+    uds: Annotated[
+        Path | None, _flag("Unix socket to listen on, for this user only; never encrypted.", metavar="PATH")
+    ] = None
     config: Annotated[Path | None, _flag("Settings file, TOML.", metavar="FILE", default="embedded")] = None
     workers: Annotated[int, _flag("Worker processes that share the port.", min=1, max=1024)] = 1
     metrics_host: Annotated[str | None, _flag("Address of the metrics page.", default="same as --host")] = None
@@ -81,13 +74,9 @@ class Flags:
     ] = 0.0
     drain_seconds: Annotated[float, _flag("Seconds that running calls may take after SIGTERM.", min=0)] = 30.0
     log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO
-    log_format: Annotated[LogFormat, _flag("Write log lines as JSON, or as readable text.")] = LogFormat.JSON
     otel: Annotated[
-        bool, _flag("Export OpenTelemetry spans and metrics, configured by the environment variables OTEL_….", "--otel")
+        bool, _flag("Export OpenTelemetry spans, configured by the environment variables OTEL_….", "--otel")
     ] = False
-    preload: Annotated[bool, _flag("Import torch before listening instead of at the first rotation.", "--preload")] = (
-        False
-    )
 
     def __post_init__(self) -> None:
         assert self.listen  # raises an error if flags are wrong
@@ -97,7 +86,7 @@ class Flags:
         """Addresses to listen on, TLS and tokens."""
         port = 50051 if self.port is None else self.port
         tcp = self.uds is None or self.port is not None
-        return Listen(self.host, port, self._tls(), tcp=tcp, uds=self._uds(), token_file=self.token_file)
+        return Listen(self.host, port, self._tls(), tcp=tcp, uds=self.uds, token_file=self.token_file)
 
     def settings(self) -> ServerConfig:
         """Read the settings from the file."""
@@ -105,15 +94,12 @@ class Flags:
 
     @contextmanager
     def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:
-        """Serve the page with metrics, liveness and readiness, and export metrics, if the flags enable these."""
+        """Serve the page with metrics, liveness and readiness, if the flags enable it."""
         registry.register(ProcessMetrics(self.listen.tls))
-        with ExitStack() as stack:
-            if self.metrics_port or inherits():
-                stack.enter_context(exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port))
-            if self.otel:
-                from mmpos_server.metrics_export import exported
-
-                stack.enter_context(exported(registry))
+        if not self.metrics_port:
+            yield
+            return
+        with exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port):
             yield
 
     def _tls(self) -> TlsFiles | None:
@@ -124,15 +110,3 @@ class Flags:
             if value is not None:
                 raise InvalidInputError(f"--{name.replace('_', '-')} requires both --tls-cert and --tls-key")
         return None
-
-    def _uds(self) -> Uds | None:
-        path, mode = self.uds, self.uds_mode
-        if path is None:
-            if mode is not None:
-                raise InvalidInputError("--uds-mode requires --uds")
-            return None
-        if mode is None:
-            return Uds(path)
-        if not re.fullmatch("[0-7]{1,4}", mode):
-            raise InvalidInputError(f"--uds-mode: got {mode!r}, want octal digits such as 0660")
-        return Uds(path, int(mode, 8))

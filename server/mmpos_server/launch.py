@@ -1,4 +1,4 @@
-"""Run a server process from start to drain: handle signals, reload settings, and exit in time."""
+"""Run a server process from start to drain: handle signals, and exit in time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from threading import enumerate as all_threads
 from time import monotonic
 from typing import TYPE_CHECKING, NoReturn
 
-from mmpos.errors import MmposError
 from mmpos_server.app import Server
 from mmpos_server.config import ServerConfig
 from mmpos_server.flags import Flags
 from mmpos_server.listening import Listen, notify, warn
-from mmpos_server.malloc import keep_large_blocks, release_memory_when_idle
 from mmpos_server.telemetry import Logs, logging_all
 
 if TYPE_CHECKING:
     from mmpos_server.tracing import Tracing
 
-__all__ = ["CUT_OFF", "Running", "SettingsReader", "leave", "prepare", "serve"]
+__all__ = ["CUT_OFF", "Running", "leave", "prepare", "serve"]
 
 
 CUT_OFF = 3
@@ -55,9 +53,8 @@ def serve(options: Flags) -> None:
         InvalidInputError: a setting is wrong, or an address is in use.
     """
     prepare()
-    with logging_all(options.log_level, options.log_format) as logs:
+    with logging_all(options.log_level) as logs:
         running = Running(options, options.listen, options.settings(), logs)
-        signal.signal(signal.SIGHUP, lambda *_: running.reading.ask())
 
         def started(addresses: list[str]) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -73,10 +70,7 @@ def serve(options: Flags) -> None:
 
 
 def prepare() -> None:
-    """Set up a process, which ignores SIGHUP until it can reload settings; call this only from its entry point."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    keep_large_blocks()
-    release_memory_when_idle()
+    """Set up a process; call this only from its entry point."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Every connection needs an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -109,11 +103,6 @@ class Running:
         self._options, self._logs = options, logs
         self._tracing = _tracing() if options.otel else None
         self.server = Server(config, listen, logs=logs, tracing=self._tracing)
-        if options.preload:
-            from mmpos_server.rotary_service import preload
-
-            preload()
-        self.reading = SettingsReader(config, options.settings, self.server.renew, logs)
         self._events: SimpleQueue[str] = SimpleQueue()  # its put is safe to call in a signal handler
         self._started = False
 
@@ -205,71 +194,3 @@ def _cut_off(logs: Logs) -> NoReturn:
         logs.close()
     finally:
         os._exit(CUT_OFF)
-
-
-class SettingsReader:
-    """Thread that reloads the settings on request; wrong settings have no effect.
-
-    Args:
-        first: the settings at the start, some of which stay in force.
-        read: function that returns the settings.
-        renew: function that applies settings, or raises an error.
-        logs: log to which a line is written for each result.
-    """
-
-    def __init__(
-        self,
-        first: ServerConfig,
-        read: Callable[[], ServerConfig],
-        renew: Callable[[ServerConfig], None],
-        logs: Logs,
-    ) -> None:
-        self._first, self._read, self._renew, self._logs = first, read, renew, logs
-        self._asked: SimpleQueue[ServerConfig | None] = SimpleQueue()  # its put is safe to call in a signal handler
-        Thread(target=self._keep_reading, name="mmpos-settings", daemon=True).start()
-
-    def ask(self, config: ServerConfig | None = None) -> None:
-        """Reload the settings, or apply ``config``. Any thread or signal handler may call this."""
-        self._asked.put(config)
-
-    def _keep_reading(self) -> None:
-        while True:
-            config = self._asked.get()
-            while not self._asked.empty():
-                config = self._asked.get()
-            try:
-                config = config or self._read()
-                self._renew(config.model_copy(update={"concurrency": self._first.concurrency}))
-            except (MmposError, ImportError) as error:
-                self._logs.error("settings not reloaded", reason=str(error))
-            except Exception as error:  # catch every error, so that the thread survives and reads the next version
-                self._logs.error("settings not reloaded", error)
-            else:
-                self._logs.info(
-                    "settings read",
-                    file=config.name,
-                    profiles=list(config.profiles),
-                    from_next_start=_later(self._first, config),
-                )
-
-
-_FROM_NEXT_START = {
-    "concurrency": None,
-    "connections": ("max_connections", "age_seconds"),
-    "clients": ("max_share",),
-}
-"""Settings that take effect only at the next start; None means a whole table."""
-
-
-def _later(first: ServerConfig, config: ServerConfig) -> list[str]:
-    """Return the names of changed settings that take effect only at the next start."""
-    later = [
-        f"{table}.{field}"
-        for table, fields in _FROM_NEXT_START.items()
-        for field, value in getattr(config, table)
-        if (fields is None or field in fields) and getattr(getattr(first, table), field) != value
-    ]
-    # The transport keeps its first limit; only a lower one can be enforced for each request.
-    if config.limits.request_bytes > first.limits.request_bytes:
-        later.append("limits.request_bytes")
-    return later

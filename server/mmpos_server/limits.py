@@ -28,7 +28,6 @@ __all__ = [
     "check_segments",
     "check_table",
     "check_view",
-    "check_views",
     "dense_bytes",
 ]
 
@@ -45,12 +44,6 @@ def check(name: str, got: float, limits: Limits) -> None:
     most = getattr(limits, name)
     if got > most:
         _refuse(name, got, most)
-
-
-def check_views(got: int) -> None:
-    """Check the number of views in a query."""
-    if got > MAX_VIEWS:
-        _refuse("views", got, MAX_VIEWS)
 
 
 def _refuse(name: str, got: float, most: int) -> None:
@@ -72,7 +65,8 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
         check("documents", rows, limits)
         check("images", (len(ids.image_grid_thw) + len(ids.video_grid_thw)) // 3, limits)
         check("images", len(ids.seconds_per_frame), limits)
-    check_views(len(message.views))
+    if len(message.views) > MAX_VIEWS:
+        _refuse("views", len(message.views), MAX_VIEWS)
 
 
 def check_segments(segments: SegmentTable, limits: Limits) -> int:

@@ -1,4 +1,4 @@
-"""Listen on TCP ports, unix sockets and sockets passed by systemd, and set the options of the transport."""
+"""Listen on TCP ports and unix sockets, and set the options of the transport."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import os
 import resource
 import socket
 import stat
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,15 +21,15 @@ if TYPE_CHECKING:
     from mmpos_server.telemetry import Logs
 
 __all__ = [
+    "AGE_SECONDS",
     "GRACE_SECONDS",
     "IDLE_SECONDS",
     "MAX_METADATA_BYTES",
+    "RECEIVE_SECONDS",
     "Listen",
-    "Uds",
     "address",
     "bind",
-    "inherited",
-    "inherits",
+    "bind_uds",
     "local",
     "notify",
     "transport_options",
@@ -49,7 +47,7 @@ class Listen:
         tls: files for an encrypted port; with None, the port is not encrypted.
         reuse_port: whether other processes may listen on the same port; set for workers only.
         tcp: whether to listen on a TCP port at all.
-        uds: additional unix socket, which is never encrypted.
+        uds: path of an additional unix socket, which is never encrypted and only for the user of this process.
         token_file: file with client names and tokens; None admits every client that can connect.
 
     Raises:
@@ -61,7 +59,7 @@ class Listen:
     tls: TlsFiles | None = None
     reuse_port: bool = False
     tcp: bool = True
-    uds: Uds | None = None
+    uds: Path | None = None
     token_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -124,8 +122,15 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     return reserved
 
 
-IDLE_SECONDS, GRACE_SECONDS = 600.0, 600.0
-"""Seconds for which an idle connection stays open, and seconds that calls may last on a closing connection."""
+RECEIVE_SECONDS = 30.0
+"""Maximum seconds for a handshake, and from the start of a call until its request, or the first item of its stream, has
+arrived.
+"""
+
+IDLE_SECONDS, AGE_SECONDS, GRACE_SECONDS = 600.0, 3600.0, 600.0
+"""Seconds for which an idle connection stays open, age in seconds at which the server asks the client of a connection
+to open a new one, and seconds that calls may last on a closing connection.
+"""
 
 MAX_METADATA_BYTES = 16 * 1024
 """Maximum size in bytes of a call's headers."""
@@ -138,7 +143,6 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         config: settings of the server.
         reuse_port: whether other processes may listen on the same port.
     """
-    connections = config.connections
     return [
         ("grpc.max_receive_message_length", config.limits.request_bytes),
         ("grpc.max_send_message_length", -1),
@@ -149,10 +153,10 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # gRPC enables this by default: a second server on the port would silently take half of the calls.
         ("grpc.so_reuseport", int(reuse_port)),
-        ("grpc.max_allowed_incoming_connections", min(connections.max_connections, _most_connections())),
-        ("grpc.server_handshake_timeout_ms", _milliseconds(connections.receive_seconds)),
+        ("grpc.max_allowed_incoming_connections", min(config.concurrency.max_connections, _most_connections())),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(RECEIVE_SECONDS)),
         ("grpc.max_connection_idle_ms", _milliseconds(IDLE_SECONDS)),
-        ("grpc.max_connection_age_ms", _milliseconds(connections.age_seconds)),
+        ("grpc.max_connection_age_ms", _milliseconds(AGE_SECONDS)),
         ("grpc.max_connection_age_grace_ms", _milliseconds(GRACE_SECONDS)),
         # These limit the calls that Python has not accepted yet. Beyond the limit (1000 by default), gRPC drops calls
         # from any client, so one client that opens calls and ends them immediately could shut out the others.
@@ -169,7 +173,7 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
 
 
 def _milliseconds(seconds: float) -> int:
-    return min(max(1, round(1000 * seconds)), 2**31 - 1)
+    return round(1000 * seconds)
 
 
 def _most_connections() -> int:
@@ -181,121 +185,53 @@ def _most_connections() -> int:
 _LONGEST = 107  # maximum length in bytes of a path in sockaddr_un on Linux, without the final zero
 
 
-@dataclass(frozen=True)
-class Uds:
-    """Unix socket to listen on; its file is never accessible to more users than its mode allows.
+def bind_uds(path: Path, add: Callable[[str], object]) -> str:
+    """Listen on a unix socket to which only the user of this process may connect; gRPC removes it when it stops.
 
     Args:
         path: path of the socket; a stale socket is replaced.
-        mode: permissions of the socket; clients need write permission to connect.
+        add: function that listens on a gRPC address.
+
+    Returns:
+        the address that clients use.
 
     Raises:
-        InvalidInputError: the path is too long for a socket, or the mode is out of range.
+        InvalidInputError: a running server listens on the path, or nothing can listen there.
     """
-
-    path: Path
-    mode: int = 0o600
-
-    def __post_init__(self) -> None:
-        size = len(os.fsencode(self.path))
-        if size > _LONGEST:
-            raise InvalidInputError(f"uds: got a path of {size} bytes, want <= {_LONGEST}: {self.path}")
-        if not 0 <= self.mode <= 0o777:
-            raise InvalidInputError(f"uds-mode: got {self.mode:o}, want permissions from 0 to 777")
-
-    @property
-    def address(self) -> str:
-        """Address that clients use."""
-        return f"unix:{self.path}"
-
-    def check(self) -> None:
-        """Check that a server can listen on the path.
-
-        Raises:
-            InvalidInputError: a running server listens there, the path is not a socket, or its folder does not exist.
-        """
+    try:
+        _check_uds(path)
+        before = os.umask(0o177)
         try:
-            if not self.path.parent.is_dir():
-                raise InvalidInputError(f"uds: got {self.path}, want a path in a folder that exists")
-            kind = self.path.lstat().st_mode
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise InvalidInputError(f"uds: got {self.path} ({error.strerror}), want a path to listen on") from None
-        if not stat.S_ISSOCK(kind):
-            raise InvalidInputError(f"uds: {self.path} is not a socket, want a free path")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1.0)
-            try:
-                probe.connect(os.fspath(self.path))
-            except ConnectionRefusedError:
-                return  # its server has ended
-            except OSError:
-                pass  # a server listens, with a full queue or other permissions
-        raise InvalidInputError(f"uds: {self.path} is in use, want a free path")
-
-    def listen(self, add: Callable[[str], object]) -> Callable[[], None]:
-        """Listen on the socket.
-
-        The socket is created in a folder that nobody else can enter and moved to its path once its permissions are
-        right. Therefore the umask, which all threads share, need not be changed, and gRPC, which deletes its listening
-        path when it stops, finds nothing to delete.
-
-        Args:
-            add: function that listens on a gRPC address.
-
-        Returns:
-            a function that removes the socket unless another file has replaced it.
-
-        Raises:
-            InvalidInputError: ``check`` fails, or the folder is not writable.
-        """
-        self.check()
-        try:
-            with tempfile.TemporaryDirectory(prefix=".mmpos-", dir=self.path.parent) as folder:
-                identity = self._make(folder, add)
-        except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise InvalidInputError(f"uds: got {self.path} ({reason}), want a path to listen on") from None
-
-        def remove() -> None:
-            with suppress(OSError):
-                if _identity(self.path.lstat()) == identity:
-                    self.path.unlink()
-
-        return remove
-
-    def _make(self, folder: str, add: Callable[[str], object]) -> tuple[int, int]:
-        """Create the socket in the folder and move it to its path; return its device and inode."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            # The name is unique in case the folder's descriptor is reused before gRPC deletes the path.
-            name = Path(folder).name
-            # Address the socket by the folder's descriptor because the path of the folder may be too long.
-            add(f"unix:/proc/self/fd/{fd}/{name}")
-            os.chmod(name, self.mode, dir_fd=fd)
-            identity = _identity(os.stat(name, dir_fd=fd))
-            os.rename(name, self.path, src_dir_fd=fd)
+            add(f"unix:{path}")
         finally:
-            os.close(fd)
-        return identity
+            os.umask(before)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidInputError(f"uds: got {path} ({reason}), want a path to listen on") from None
+    return f"unix:{path}"
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-_FIRST = 3  # the first descriptor that systemd passes
-
-
-def inherits() -> bool:
-    """Return whether systemd passes a listening socket to this process."""
-    return os.environ.get("LISTEN_PID") == str(os.getpid())
-
-
-def inherited() -> socket.socket | None:
-    """Return the listening socket that systemd passes, or None."""
-    return socket.socket(fileno=_FIRST) if inherits() else None
+def _check_uds(path: Path) -> None:
+    """Check that no server listens on the path, and that gRPC, which replaces any socket there, may do so."""
+    if (size := len(os.fsencode(path))) > _LONGEST:
+        raise InvalidInputError(f"uds: got a path of {size} bytes, want <= {_LONGEST}: {path}")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"uds: got {path}, want a path in a folder that exists")
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise InvalidInputError(f"uds: {path} is not a socket, want a free path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return  # its server has ended
+        except OSError:
+            pass  # a server listens, with a full queue or other permissions
+    raise InvalidInputError(f"uds: {path} is in use, want a free path")
 
 
 def notify(state: str) -> None:

@@ -28,7 +28,7 @@ def serve(**flags: Any) -> None:
     """Serve positions, sequences and rotations over gRPC.
 
     SIGTERM and SIGINT drain the server: health reports NOT_SERVING, and the server answers the calls that have arrived
-    and exits. A second signal ends the server at once. SIGHUP reloads the settings.
+    and exits. A second signal ends the server at once.
     """
     options = Flags(**flags)
     if options.otel:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from mmpos.errors import InvalidInputError
-from mmpos_server.listening import bind, inherited
+from mmpos_server.listening import bind
 
 __all__ = ["exposed"]
 
@@ -38,13 +38,17 @@ def exposed(
         registry: the metrics to show.
         live: thread-safe function that returns whether the server is working.
         ready: thread-safe function that returns whether the server accepts calls.
-        host: address to listen on, unless systemd passes a socket.
-        port: port to listen on, unless systemd passes a socket; 0 picks a free one.
+        host: address to listen on.
+        port: port to listen on; 0 picks a free one.
 
     Raises:
         InvalidInputError: the port is in use, or the address is not on this machine.
     """
-    listening = inherited() or _listening(host, port)
+    try:
+        listening = bind(host, port)
+        listening.listen(MOST_CONNECTIONS)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"metrics-{error}".removesuffix(" (0 picks one)")) from None
     page = _Page(listening, registry, live, ready)
     thread = threading.Thread(target=page.serve_forever, args=(0.1,), name="mmpos-page", daemon=True)
     thread.start()
@@ -53,15 +57,6 @@ def exposed(
     finally:
         page.shutdown()
         page.server_close()
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    try:
-        listening = bind(host, port)
-        listening.listen(MOST_CONNECTIONS)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"metrics-{error}".removesuffix(" (0 picks one)")) from None
-    return listening
 
 
 class _Page(ThreadingHTTPServer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,12 +27,7 @@ from mmpos_server.plain import SMALL_ANSWER, SMALL_BYTES, SMALL_SEGMENTS
 if TYPE_CHECKING:
     from mmpos_server.call import Call
 
-__all__ = [
-    "PositionService",
-    "complete",
-    "is_small",
-    "max_segments",
-]
+__all__ = ["PositionService", "is_small", "max_segments"]
 
 
 class PositionService:
@@ -48,23 +42,9 @@ class PositionService:
         self._profiles, self._limits = profiles, limits
 
     def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-        """Answer Place with the positions of a batch of documents."""
+        """Answer Place with the positions of a batch of documents.
 
-        def write(query: PositionsQuery, positions: PositionTable) -> None:
-            check_reply(positions, query.dense, self._limits, call)
-            put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
-
-        self.answer(lambda: self._read(message, call), write, call)
-
-    def answer(
-        self, read: Callable[[], PositionsQuery], write: Callable[[PositionsQuery, PositionTable], None], call: Call
-    ) -> None:
-        """Answer a query; small work runs in this thread, larger work runs in the pool "place".
-
-        Args:
-            read: function that returns the query, with ``dense`` set if it asks for ids.
-            write: function that writes the positions of the query into the answer.
-            call: the call to answer.
+        Small work runs in this thread, larger work runs in the pool "place".
         """
 
         def finish(query: PositionsQuery) -> None:
@@ -73,13 +53,14 @@ class PositionService:
         def put(query: PositionsQuery, positions: PositionTable, images: int) -> None:
             call.checkpoint()
             with call.stage("write"):
-                write(query, positions)
+                check_reply(positions, query.dense, self._limits, call)
+                put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
             call.count(documents=positions.num_documents, tokens=positions.num_tokens, images=images)
 
         if not is_small(call):
-            call.run("place", lambda: finish(read()))
+            call.run("place", lambda: finish(self._read(message, call)))
             return
-        query = read()
+        query = self._read(message, call)
         if max_segments(query) > SMALL_SEGMENTS:
             call.run("place", finish, query)
             return
@@ -93,7 +74,7 @@ class PositionService:
         with call.stage("read"):
             check_message(message, self._limits)
             profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            return complete(get_query("query", message, call.beside), profile, named=message.HasField("profile"))
+            return _complete(get_query("query", message, call.beside), profile, named=message.HasField("profile"))
 
     def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
         """Return the position table of a query and its number of images; check the limits before each step."""
@@ -116,7 +97,7 @@ def is_small(call: Call) -> bool:
     return call.request_bytes <= SMALL_BYTES
 
 
-def complete(query: PositionsQuery, profile: Profile, *, named: bool) -> PositionsQuery:
+def _complete(query: PositionsQuery, profile: Profile, *, named: bool) -> PositionsQuery:
     """Fill the unset fields of a query from a profile.
 
     Args:

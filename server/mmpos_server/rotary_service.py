@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos_server.call import Call
 
-__all__ = ["RotaryService", "device", "has_torch", "preload", "require_torch"]
+__all__ = ["RotaryService", "device"]
 
 MAX_HEAD_DIM = 1024
 """Largest head_dim, which is limited because frequencies are computed pair by pair in exact arithmetic."""
@@ -46,7 +46,7 @@ _LAYOUTS: dict[int, Layout | None] = {
 
 
 class RotaryService:
-    """Implementation of RotaryService; the first call that needs torch imports it, unless ``preload`` has done so.
+    """Implementation of RotaryService; the first call that needs torch imports it.
 
     Args:
         profiles: settings for the models.
@@ -68,7 +68,7 @@ class RotaryService:
             call.run("rotary", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
-        require_torch()
+        _require_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, tokens = self._positions(required("", message, "positions"), call)
@@ -88,7 +88,7 @@ class RotaryService:
                 put_tensor(answer.cache, result, call.beside)
 
     def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        require_torch()
+        _require_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"), call)
@@ -136,7 +136,7 @@ def _parsed(message: bytes) -> Rotary:
 
 
 @lru_cache(maxsize=1)
-def has_torch() -> bool:
+def _has_torch() -> bool:
     """Return whether torch is installed, without importing it."""
     return find_spec("torch") is not None
 
@@ -144,19 +144,13 @@ def has_torch() -> bool:
 def device() -> str:
     """Return the device for rotations: "cuda", "cpu", or "" without torch.
 
-    Until a rotation or ``preload`` imports torch, the device is "cuda" if the machine has NVIDIA's driver.
+    Until a rotation imports torch, the device is "cuda" if the machine has NVIDIA's driver.
     """
-    if not has_torch():
+    if not _has_torch():
         return ""
     if _device_of_torch.cache_info().currsize:
         return _device_of_torch()
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-
-
-def preload() -> None:
-    """Import torch now because the import takes seconds and would delay the first client."""
-    if has_torch():
-        _device_of_torch()
 
 
 @lru_cache(maxsize=1)
@@ -168,7 +162,7 @@ def _device_of_torch() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def require_torch() -> None:
+def _require_torch() -> None:
     """Raise an error if torch is not installed."""
-    if not has_torch():
+    if not _has_torch():
         raise UnsupportedError(f"rotary: torch is not installed on this server; install it with: {pip_install('all')}")

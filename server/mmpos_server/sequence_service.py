@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,6 @@ from mmpos.rpc.errors import put_error
 from mmpos.rpc.positions import get_scheme
 from mmpos.rpc.sequences import get_parts, put_sequence
 from mmpos.rpc.v1 import sequences_pb2 as pb
-from mmpos.schemes import Scheme
 from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 from mmpos_server.config import Limits, Profiles
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from mmpos_server.admission import PoolName
     from mmpos_server.call import Call
 
-__all__ = ["PendingDocument", "SequenceService"]
+__all__ = ["SequenceService"]
 
 _HEAVY_PIXELS = 16_000_000
 """Number of pixels above which an image counts as heavy; to bound memory, only a few threads decode heavy images.
@@ -36,7 +35,7 @@ _HEAVY_PIXELS = 16_000_000
 
 
 @dataclass
-class PendingDocument:
+class _Document:
     """A document in a request: its parts, and later its sequence or its error.
 
     Args:
@@ -64,59 +63,25 @@ class SequenceService:
         self._profiles, self._limits = profiles, limits
 
     def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
-        """Answer Build with the sequences of a batch of documents."""
+        """Answer Build with the sequences of a batch of documents; image threads decode images in parallel.
+
+        The rest of the work runs in this thread if it is small, else in the pool "place".
+        """
         # An item of a stream waits for its slot, then joins the pools in the same order as all other calls.
         if message.patches and not call.item and _begins_with_an_image(message):
             call.join("image")
-        profile = message.profile if message.HasField("profile") else None
-        scheme = get_scheme("query.scheme", message.scheme) if message.HasField("scheme") else None
-        self.answer(
-            lambda: self._read(message, call),
-            self.builder(profile, scheme, message.start),
-            lambda documents: self._write(documents, answer, call),
-            call,
-            patches=message.patches,
-        )
-
-    def builder(self, profile: str | None, scheme: Scheme | None = None, start: int = 0) -> SequenceBuilder:
-        """Return a profile's builder, with this scheme unless it is None and this start unless it is 0."""
-        changes: dict[str, Any] = {"start": start} if start else {}
-        if scheme is not None:
-            changes["scheme"] = scheme
-        builder = self._profiles.get(profile).builder
-        return replace(builder, **changes) if changes else builder
-
-    def answer(
-        self,
-        read: Callable[[], list[PendingDocument]],
-        builder: SequenceBuilder,
-        write: Callable[[list[PendingDocument]], None],
-        call: Call,
-        *,
-        patches: bool,
-    ) -> None:
-        """Build documents and write the answer; image threads build documents with images in parallel.
-
-        The rest of the work runs in this thread if it is small, else in the pool "place".
-
-        Args:
-            read: function that returns the documents, or raises if there are too many.
-            builder: builder for the sequences.
-            write: function that writes the documents into the answer.
-            call: the call to answer.
-            patches: whether the answer includes patches.
-        """
+        builder = self._builder(message)
 
         def finish() -> None:
             self._build(builder, documents, call)
             with call.stage("write"):
-                write(documents)
+                self._write(documents, answer, call)
 
         if is_small(call):
-            documents = self._read_checked(read, builder, call, patches)
+            documents = self._read(message, builder, call)
         else:
-            documents = call.run("place", self._read_checked, read, builder, call, patches)
-        decoded: dict[PoolName, list[PendingDocument]] = {"image": [], "heavy": []}
+            documents = call.run("place", self._read, message, builder, call)
+        decoded: dict[PoolName, list[_Document]] = {"image": [], "heavy": []}
         for document in documents:
             if document.pool:
                 decoded[document.pool].append(document)
@@ -130,38 +95,39 @@ class SequenceService:
         else:
             call.run("place", finish)
 
-    def _read(self, message: pb.SequencesQuery, call: Call) -> list[PendingDocument]:
-        check("documents", len(message.documents), self._limits)
-        check("segments", sum(len(document.parts) for document in message.documents), self._limits)
-        check("images", sum(_images(document) for document in message.documents), self._limits)
-        return [_read(document, call) for document in message.documents]
+    def _builder(self, message: pb.SequencesQuery) -> SequenceBuilder:
+        """Return the builder of the query's profile, with the query's scheme and start if it has them."""
+        builder = self._profiles.get(message.profile if message.HasField("profile") else None).builder
+        changes: dict[str, Any] = {"start": message.start} if message.start else {}
+        if message.HasField("scheme"):
+            changes["scheme"] = get_scheme("query.scheme", message.scheme)
+        return replace(builder, **changes) if changes else builder
 
-    def _read_checked(
-        self, read: Callable[[], list[PendingDocument]], builder: SequenceBuilder, call: Call, patches: bool
-    ) -> list[PendingDocument]:
+    def _read(self, message: pb.SequencesQuery, builder: SequenceBuilder, call: Call) -> list[_Document]:
         """Read the documents and check their sizes against the limits before any is built."""
         with call.stage("read"):
-            documents = read()
+            check("documents", len(message.documents), self._limits)
+            check("segments", sum(len(document.parts) for document in message.documents), self._limits)
+            check("images", sum(_images(document) for document in message.documents), self._limits)
+            documents = [_read(document, call) for document in message.documents]
             size = _Size()
             for document in documents:
                 call.checkpoint()
-                size.add(document, builder, call, patches=patches)
+                size.add(document, builder, call, patches=message.patches)
             check("pixels", size.pixels, self._limits)
             check("tokens", size.tokens, self._limits)
             check_answer(4 * size.tokens + size.patch_bytes, self._limits, call)
             check("segments", size.frames, self._limits)
             return documents
 
-    def _build(self, builder: SequenceBuilder, documents: list[PendingDocument], call: Call) -> None:
+    def _build(self, builder: SequenceBuilder, documents: list[_Document], call: Call) -> None:
         with call.stage("build"):
             for document in documents:
                 call.checkpoint()
                 if document.outcome is None:
                     document.outcome = self._build_one(builder, document, call)
 
-    def _build_one(
-        self, builder: SequenceBuilder, document: PendingDocument, call: Call
-    ) -> InterleavedSequence | MmposError:
+    def _build_one(self, builder: SequenceBuilder, document: _Document, call: Call) -> InterleavedSequence | MmposError:
         try:
             sequence = builder.build(_CheckedParts(document.parts, call))
         except ServiceError:  # raised by the checkpoint
@@ -175,7 +141,7 @@ class SequenceService:
         hashes = tuple(document.hashes.get(i, known) for i, known in enumerate(sequence.image_hashes))
         return replace(sequence, image_hashes=hashes)
 
-    def _write(self, documents: list[PendingDocument], answer: pb.Sequences, call: Call) -> None:
+    def _write(self, documents: list[_Document], answer: pb.Sequences, call: Call) -> None:
         built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
         tokens = sum(sequence.input_ids.size for sequence in built)
         check("tokens", tokens, self._limits)
@@ -214,11 +180,11 @@ def _images(document: pb.Document) -> int:
     return sum(part.WhichOneof("content") not in (None, "text", "token_ids", "audio") for part in document.parts)
 
 
-def _read(message: pb.Document, call: Call) -> PendingDocument:
+def _read(message: pb.Document, call: Call) -> _Document:
     try:
-        return PendingDocument(get_parts("", message, call.beside))
+        return _Document(get_parts("", message, call.beside))
     except MmposError as error:
-        return PendingDocument(outcome=error)
+        return _Document(outcome=error)
 
 
 @dataclass
@@ -230,7 +196,7 @@ class _Size:
     patch_bytes: int = 0
     frames: int = 0
 
-    def add(self, document: PendingDocument, builder: SequenceBuilder, call: Call, *, patches: bool) -> None:
+    def add(self, document: _Document, builder: SequenceBuilder, call: Call, *, patches: bool) -> None:
         """Add a document.
 
         Each character counts as a token until it is tokenised. Images that need not be decoded are replaced by their
@@ -261,7 +227,7 @@ class _Size:
         self.frames += grid.frames
 
     def _add_image(
-        self, document: PendingDocument, index: int, image: int, builder: SequenceBuilder, *, patches: bool
+        self, document: _Document, index: int, image: int, builder: SequenceBuilder, *, patches: bool
     ) -> None:
         part, images = document.parts[index], builder.images
         assert images is not None, "every profile has an image processor"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Condition, Event
 from time import perf_counter
@@ -119,18 +118,14 @@ class StreamEndpoint:
     def __init__(
         self, method: Method, server: ServerContext, readers: ThreadPoolExecutor, workers: ThreadPoolExecutor
     ) -> None:
-        self.renew(method, server)
+        assert method.twin is not None
+        self.method, self._twin, self.server = method, method.twin, server
         self.readers, self.workers = readers, workers
         self.name = self._twin.name
         self._path = f"{method.service}/{self.name}"
         self._metrics = MethodMetrics(server.metrics, self.name)
         self._open: set[_Stream] = set()
         self._draining = False
-
-    def renew(self, method: Method, server: ServerContext) -> None:
-        """Answer later items with this method, which must have the same name."""
-        assert method.twin is not None
-        self.method, self._twin, self.server = method, method.twin, server
 
     @property
     def side_by_side(self) -> bool:
@@ -215,7 +210,7 @@ class StreamEndpoint:
 
         Raises:
             DecodeError: the bytes are not a request, so the item has no id.
-            LimitExceededError: the item has too many bytes.
+            LimitExceededError: the item has too many fields and numbers.
             ServiceTimeoutError: the stream's deadline has passed.
             GoneError: the client has disconnected.
         """
@@ -339,8 +334,6 @@ class _Stream:
                     break
                 self.items += 1
                 self._window.enter(len(raw))
-                if endpoint.server.rates.limited:
-                    call.wait_for(partial(endpoint.server.rates.take, call.client))
                 answer = endpoint.plain(raw, call)
                 if answer is None and endpoint.side_by_side:
                     task = endpoint.workers.submit(endpoint.item, raw, call.of_item(self.items), call)

@@ -11,10 +11,9 @@ import sys
 import threading
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
 from platform import python_version
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep, time
@@ -232,27 +231,19 @@ _GATHERING_SECONDS = 0.02
 
 
 class Logs:
-    """Logger for one server. Its methods never wait for the file: a thread formats and writes the lines.
+    """Logger for one server, with one JSON object per line. Its methods never wait for the file: a thread writes.
 
     If the file accepts no lines, for example a pipe that nobody reads or a file on a full disk, lines are dropped and
     counted; the first line after that reports their number.
 
     Args:
         level: minimum level at which lines are written, a key of LEVELS.
-        form: "json", one object per line; or "console", readable text.
         file: file to write to; None means stderr.
     """
 
-    def __init__(self, level: str = "info", form: str = "json", file: TextIO | None = None) -> None:
+    def __init__(self, level: str = "info", file: TextIO | None = None) -> None:
         self._level = LEVELS[level]
         self._file = file or sys.stderr
-        self._render: Callable[[dict[str, Any]], str] = partial(json.dumps, default=repr)
-        if form == "console":
-            import structlog  # imported here because the import takes a tenth of the start-up time
-
-            plain = structlog.dev.plain_traceback
-            console = structlog.dev.ConsoleRenderer(colors=self._file.isatty(), exception_formatter=plain)
-            self._render = partial(console, None, "")
         self.requests = self._level <= LEVELS["info"]
         """Whether the log has a line per request; otherwise the values of such lines need not be computed."""
         # This must be a SimpleQueue because a finalizer may log while a method of the queue is running.
@@ -339,7 +330,7 @@ class Logs:
 
     def _format(self, line: dict[str, Any]) -> str:
         line["timestamp"] = datetime.fromtimestamp(line["timestamp"], UTC).isoformat().replace("+00:00", "Z")
-        return f"{self._render(line)}\n"
+        return f"{json.dumps(line, default=repr)}\n"
 
     def _write(self, text: str) -> None:
         try:
@@ -379,7 +370,7 @@ class _Handler(logging.Handler):
 
 
 @contextmanager
-def logging_all(level: str, form: str, *, core: bool = True) -> Iterator[Logs]:
+def logging_all(level: str, *, core: bool = True) -> Iterator[Logs]:
     """Create a process's logger and write all messages of the process with it; for entry points only.
 
     These include records from ``logging`` and ``warnings``, uncaught errors, and lines that C++ code writes directly to
@@ -387,10 +378,9 @@ def logging_all(level: str, form: str, *, core: bool = True) -> Iterator[Logs]:
 
     Args:
         level: minimum level at which lines are written, a key of LEVELS.
-        form: see Logs.
         core: whether the process uses gRPC's C++ core.
     """
-    with _relayed_stderr(level, form) if core else closing(Logs(level, form)) as logs, _adopted(logs):
+    with _relayed_stderr(level) if core else closing(Logs(level)) as logs, _adopted(logs):
         yield logs
 
 
@@ -418,14 +408,14 @@ def _adopted(logs: Logs) -> Iterator[None]:
 
 
 @contextmanager
-def _relayed_stderr(level: str, form: str) -> Iterator[Logs]:
+def _relayed_stderr(level: str) -> Iterator[Logs]:
     """Create a logger on stderr that also writes a line for each line written to descriptor 2."""
     real = os.dup(2)
     reading, writing = os.pipe()
     os.dup2(writing, 2)
     os.close(writing)
     with open(real, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as file:
-        logs = Logs(level, form, file)
+        logs = Logs(level, file)
         thread = threading.Thread(target=_relay, args=(reading, logs), name="mmpos-stderr", daemon=True)
         thread.start()
         try:

@@ -14,13 +14,12 @@ with needed_for("mmpos_server.tracing", extra="otel"):
     from opentelemetry.context import Context
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.trace import Span
 
     from mmpos_server.call import Call
     from mmpos_server.endpoints import Context as CallContext
 
-__all__ = ["Tracing", "configured", "resource"]
+__all__ = ["Tracing", "configured"]
 
 # These are server errors in the semantic conventions for gRPC; other statuses are client errors.
 _FAULTS = ("DATA_LOSS", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED", "UNKNOWN")
@@ -123,6 +122,8 @@ class _Stages(list[tuple[str, float]]):
 def configured() -> Tracing:
     """Return tracing with this process's provider, or with an OTLP provider from the environment (OTEL_...).
 
+    The name of the service is mmpos unless the environment names another.
+
     A thread of the SDK sends the spans in batches; it sends the last batch when tracing is closed.
 
     Raises:
@@ -133,21 +134,15 @@ def configured() -> Tracing:
         return Tracing(provider)
     with needed_for("--otel", extra="otel"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    exporting = TracerProvider(resource=resource())
+    resource = Resource.create()
+    if str(resource.attributes["service.name"]).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": "mmpos"}))
+    exporting = TracerProvider(resource=resource)
     exporting.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Tracing(exporting)
-
-
-def resource() -> Resource:
-    """Return the resource that the environment describes; its service is mmpos unless the environment names one."""
-    with needed_for("--otel", extra="otel"):
-        from opentelemetry.sdk.resources import Resource
-    described = Resource.create()
-    if str(described.attributes["service.name"]).startswith("unknown_service"):
-        return described.merge(Resource({"service.name": "mmpos"}))
-    return described
 
 
 def _context_of(span: Span) -> Context:

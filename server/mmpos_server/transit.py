@@ -10,13 +10,16 @@ import grpc
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.call import GoneError, Recipient
+from mmpos_server.listening import RECEIVE_SECONDS
 
 if TYPE_CHECKING:
     from mmpos_server.call import Call
-    from mmpos_server.config import Connections
     from mmpos_server.telemetry import Logs
 
-__all__ = ["Transit", "Transport"]
+__all__ = ["SEND_SECONDS", "Transit", "Transport"]
+
+SEND_SECONDS = 120.0
+"""Maximum seconds until a client has read an answer."""
 
 _DRAIN_SECONDS = 1.0
 """Seconds that a request may take to arrive while the server drains."""
@@ -39,20 +42,15 @@ class Transit:
     and its client receives the status CANCELLED.
 
     Args:
-        times: time limits.
         logs: the server's log.
     """
 
-    def __init__(self, times: Connections, logs: Logs) -> None:
-        self._times, self._logs = times, logs
+    def __init__(self, logs: Logs) -> None:
+        self._logs = logs
         # For each message, its start and the function that ends its call.
         self._requests: dict[object, tuple[float, Callable[[], None]]] = {}  # oldest first
         self._answers: dict[object, tuple[float, Callable[[], None]]] = {}
         self._draining = False
-
-    def renew(self, times: Connections) -> None:
-        """Apply new time limits."""
-        self._times = times
 
     def drain(self) -> None:
         """Shorten the time limit for incomplete requests to one second."""
@@ -123,11 +121,11 @@ class Transit:
 
     def check(self) -> None:
         """End all calls whose messages take too long."""
-        now, times = monotonic(), self._times
-        seconds = min(times.receive_seconds, _DRAIN_SECONDS) if self._draining else times.receive_seconds
+        now = monotonic()
+        seconds = _DRAIN_SECONDS if self._draining else RECEIVE_SECONDS
         for event, messages, limit in (
             ("request did not arrive in time", self._requests, seconds),
-            ("client does not read answers", self._answers, times.send_seconds),
+            ("client does not read answers", self._answers, SEND_SECONDS),
         ):
             for message, (began, end) in list(messages.items()):
                 if began > now - limit:

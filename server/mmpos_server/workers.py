@@ -24,7 +24,7 @@ from mmpos.errors import InvalidInputError, MmposError
 from mmpos_server.access import TokenFile
 from mmpos_server.config import Profiles, ServerConfig
 from mmpos_server.flags import Flags
-from mmpos_server.launch import Running, SettingsReader, leave, prepare
+from mmpos_server.launch import Running, leave, prepare
 from mmpos_server.listening import Listen, address, bind, notify, warn
 from mmpos_server.telemetry import Logs, aggregate, logging_all
 
@@ -62,8 +62,8 @@ def supervise(options: Flags) -> None:
         raise InvalidInputError(
             f"--uds cannot be combined with {options.workers} workers: processes cannot share a unix socket"
         )
-    # Do not relay lines of gRPC's C++ core, which the supervisor uses only to export metrics with --otel.
-    with logging_all(options.log_level, options.log_format, core=False) as logs, ExitStack() as stack:
+    # The supervisor does not use gRPC's C++ core, so there are no lines of it to relay.
+    with logging_all(options.log_level, core=False) as logs, ExitStack() as stack:
         # Report errors in files once instead of once per worker.
         config = options.settings()
         Profiles.from_config(config)
@@ -113,10 +113,7 @@ class _Supervisor:
         self._folder, self._logs = folder, logs
         self._workers = [_Worker(number) for number in range(options.workers)]
         self._context = multiprocessing.get_context("forkserver")
-        rotations = ["mmpos.rotary.apply"] if options.preload else []
-        self._context.set_forkserver_preload(["mmpos_server.workers", "mmpos_server.services", *rotations])
-        self._sending = Lock()
-        self._reading = SettingsReader(config, options.settings, self._renew, logs)
+        self._context.set_forkserver_preload(["mmpos_server.workers", "mmpos_server.services"])
         self._last_step = self._ticked = monotonic()
         self._announced = False
         self._ends = float("inf")
@@ -163,17 +160,11 @@ class _Supervisor:
             if isinstance(readable, Connection):
                 self._receive(by_pipe[readable])
             else:
-                for number in os.read(signals, 64):
-                    self._handle_signal(number)
+                for _ in os.read(signals, 64):
+                    self._stop()
         if monotonic() - self._ticked >= _BEAT_SECONDS:
             self._ticked = monotonic()
             self._tick()
-
-    def _handle_signal(self, number: int) -> None:
-        if number == signal.SIGHUP:
-            self._reading.ask()
-        else:
-            self._stop()
 
     def _tick(self) -> None:
         """Count missed heartbeats, except while this process itself was suspended."""
@@ -229,9 +220,8 @@ class _Supervisor:
         assert process is not None
         assert pipe is not None
         process.join(1.0)
-        with self._sending:
-            pipe.close()
-            worker.process = worker.pipe = None
+        pipe.close()
+        worker.process = worker.pipe = None
         worker.ready = False
         mark_process_dead(worker.number, self._folder)  # type: ignore[no-untyped-call]
         if self._stopping:
@@ -253,26 +243,11 @@ class _Supervisor:
             notify("STOPPING=1")
             self._ends = monotonic() + self._options.notice_seconds + self._options.drain_seconds + _WORKER_SECONDS
         for worker in self._workers:
-            if worker.serving:
-                self._send(worker, _STOP)
-            else:
+            if not worker.serving:
                 _kill(worker)
-
-    def _renew(self, config: ServerConfig) -> None:
-        """Pass settings to the workers; each worker logs the result.
-
-        Raises:
-            InvalidInputError: the settings are wrong; this is reported once instead of once per worker.
-        """
-        Profiles.from_config(config)
-        self._config = config
-        for worker in self._workers:
-            self._send(worker, config)
-
-    def _send(self, worker: _Worker, message: object) -> None:
-        with self._sending, suppress(OSError):  # the process has just ended
-            if worker.pipe is not None:
-                worker.pipe.send(message)
+            elif worker.pipe is not None:
+                with suppress(OSError):  # the process has just ended
+                    worker.pipe.send(_STOP)
 
 
 def _kill(worker: _Worker) -> None:
@@ -283,11 +258,11 @@ def _kill(worker: _Worker) -> None:
 
 
 def _catch_signals() -> int:
-    """Return the descriptor of a pipe that delivers signal numbers."""
+    """Return the descriptor of a pipe that delivers a byte for each signal."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     return reading
 
@@ -306,7 +281,7 @@ def _work(options: Flags, listen: Listen, config: ServerConfig, pipe: Connection
         with sending, suppress(OSError):
             pipe.send(message)
 
-    with logging_all(options.log_level, options.log_format) as logs:
+    with logging_all(options.log_level) as logs:
         beating: list[Running] = []
         Thread(target=_beat, args=(beating, report), name="mmpos-beat", daemon=True).start()
         try:
@@ -345,14 +320,11 @@ def _beat(beating: list[Running], report: Callable[[bool | str], None]) -> None:
 
 
 def _follow(pipe: Connection, running: Running) -> None:
-    """Follow the supervisor's messages, and stop when the supervisor has ended."""
+    """Stop when the supervisor asks for it, at each request, and when it has ended."""
     while True:
         try:
-            message = pipe.recv()
+            pipe.recv()
         except (EOFError, OSError):
             running.stop()
             return
-        if message == _STOP:
-            running.stop()
-        else:
-            running.reading.ask(message)
+        running.stop()

@@ -19,7 +19,7 @@ from mmpos.analysis.diagnosis.mistakes import MISTAKES
 from mmpos.analysis.diagnosis.shapes import table_of_ids
 from mmpos.cli.options import read_specs
 from mmpos.errors import InvalidInputError
-from mmpos.schemes import Grid2D, Grids, MRope, MRopeQwen25, MRopeTransformers, Placement, RopeTie, get_scheme
+from mmpos.schemes import Grid2D, Grids, MRope, MRopeTransformers, Placement, RopeTie, get_scheme
 from mmpos.segments import Clip, Placeholders, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 
@@ -60,13 +60,11 @@ def test_equal_ids_are_equal_in_every_shape_and_dtype() -> None:
     specs = ("3,2x3,2", "4")
     ids = ids_of(*specs)
     sentence = "All 15 tokens of 2 documents have the ids of rope-tie."
-    padded = [[row[:11], [*row[11:], 9, 9, 9, 9, 9, 9, 9]] for row in ids.tolist()]
     left = [[row[:11], [9, 9, 9, 9, 9, 9, 9, *row[11:]]] for row in ids.tolist()]
     assert str(diagnose(ids, *specs)) == sentence
     assert str(diagnose(ids.astype(np.float32), *specs)) == sentence
     assert str(diagnose(ids.astype(np.uint8), *specs)) == sentence
     assert str(diagnose(ids[:, None], *specs)) == sentence
-    assert str(diagnose(padded, *specs)) == sentence
     assert str(diagnose(left, *specs, side="left")) == sentence
     mask = [[1] * 11, [0] * 7 + [1] * 4]
     assert str(diagnose(left, *specs, attention_mask=mask)) == sentence
@@ -105,11 +103,6 @@ def test_a_single_row_is_used_for_all_axes() -> None:
     assert diagnose(range(4), "4", scheme="mrope").equal
     assert diagnose([range(4)], "4", scheme="mrope").equal
     assert diagnose([[0, 1, 2, 3], [0, 1, 7, 7]], "4", "2", scheme="mrope").equal
-
-
-def test_a_tensor_is_accepted() -> None:
-    torch = pytest.importorskip("torch")
-    assert diagnose(torch.tensor(ids_of("3,2x3,2")), "3,2x3,2").equal
 
 
 def test_a_difference_sets_all_fields_of_the_diagnosis() -> None:
@@ -191,7 +184,6 @@ def video(*times: float) -> list[list[float]]:
 
 CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     ([0, 1, 2, 3, 0, 1, 2], TWO, {}, DOCUMENT),
-    ([1, 2, 3, 4, 1, 2, 3], TWO, {}, DOCUMENT),
     ([0, 1, 2, 3, 4, 5, 6], TWO, {}, BATCH),
     ([[0, 1, 2, 3, 4]] * 2, TWO, {"side": "left"}, ROW),
     ([[0, 1, 2, 3]] * 2, ("4", "2"), {**FLATTEN, "side": "left"}, ROW),
@@ -214,9 +206,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         "fractions are rounded up",
     ),
     ([*range(128), *range(-128, -56)], "200", {}, "ids wrap around in int8"),
-    ([*range(256), *range(44)], "300", {}, "ids wrap around in uint8"),
     ([32767, -32768, -32767], "3", {"start": 32767}, "ids wrap around in int16"),
-    ([65535, 0, 1], "3", {"start": 65535}, "ids wrap around in uint16"),
     (  # 2**31 + 2 halves are 2 - 2**31 in int32
         [2**30, 1 - 2**30, 2**30 + 2, 3 - 2**30, 2**30 + 4],
         "1,1x1,1,1x1,1",
@@ -238,17 +228,9 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         MROPE,
         "axis 0 (frame) is used in place of every other axis",
     ),
-    (
-        ids_of("2,2x3,4", **MROPE)[[0, 1, 1]],
-        "2,2x3,4",
-        MROPE,
-        "axis 1 (row) is used in place of axis 2 (col)",
-    ),
     ([[0, 1, 2, 5, 5, 8, 8, 11, 11, 14], [0, 1, 2, *[6, 10] * 3, 14]], "3,2x3,1", {}, EXCHANGED),
     ([[0, 1, 2, *[6, 10] * 3, 14], [0, 1, 2, 5, 5, 8, 8, 11, 11, 14]], "3,2x3,1", {}, COLUMNS),
-    ([[0] * 6 + [2] * 6, [0, 1] * 6, [0, 0, 1, 1, 2, 2] * 2], "2x2x3", {"scheme": "mrope-qwen2.5"}, COLUMNS),
     (ids_of(TIE, "2") + 1, (TIE, "2"), {}, "documents start at 1, not at 0"),
-    (ids_of(TIE, "2"), (TIE, "2"), {"start": 1}, "documents start at 0, not at 1"),
     (
         [[1, 2, 3, 3, 5], [1, 2, 0, 0, 5], [1, 2, 0, 1, 5]],
         "2,1x2,1",
@@ -271,7 +253,6 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         "these are the ids of rope-tie-v2(rounding=floor)",
     ),
     (video(0, 4, 8, 12), "1,2x1x1,1", MROPE, "these are the ids of rope-tie(axes=3)"),
-    (video(0, 1, 2, 3), "1,2x1x1,1", MROPE, "these are the ids of rope-tie-fractional(axes=3)"),
     (video(0, 2, 4, 6), "1,2x1x1,1", MROPE, "these are the ids of rope-tie-lcm(axes=3)"),
     (
         [[0, 2, 2, 3, 3, 5], [0, 2.5, 2.5, 2.5, 2.5, 5], [0, 2, 3, 2, 3, 5]],
@@ -286,12 +267,6 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         "3,3x1x1,1",
         {"scheme": "mrope-qwen2.5"},
         "these are the ids of mrope-qwen2.5(tokens_per_second=25)",
-    ),
-    (
-        frames([3, 5, 7], [4, 5]),
-        "3,3x1x1,2",
-        {"scheme": MRopeQwen25()},
-        "these are the ids of mrope-transformers(tokens_per_second=2)",
     ),
     (  # other parameters of the same scheme are tried before other schemes
         frames([3, 4, 5], [4]),
@@ -308,14 +283,11 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         "left padding is counted: ids begin at the padding, not at the first real token",
     ),
     ([[0, 2, 4, 6]] * 2, ("1,1x1", "1,1x1"), {}, GOES_ON.format("at the next position")),
-    ([[0, 2, 2, 4]] * 2, ("1,1x1", "1,1x1"), {}, GOES_ON.format("at the number of tokens")),
     ([[0, 2, 3, 5]] * 2, ("1,1x1", "1,1x1"), {}, GOES_ON.format("at the maximum plus one")),
     ([[0, 0, 2, 2], [0, 1, 2, 3]], ("2", "2"), {"scheme": "rows"}, GOES_ON.format("at the number of tokens")),
     ([0, 1, 2, 0, 1, 2, 0], "7", {}, RESET),
-    ([0, 1, 0, 1, 0, 1], "6", {}, RESET),
     ([[*row[:9], 0, 2, 4] for row in ids_of("3,2x3,3").tolist()], "3,2x3,1,1x1,1", {}, RESET),
     (ids_of("3,3x3,6", **MROPE)[:, np.arange(18) % 7], "3,3x3,6", MROPE, BEGINNING),
-    (ids_of("3,3x3,6", **MROPE)[:, [*range(7), *range(11)]], "3,3x3,6", MROPE, BEGINNING),
     (after_grid(7, 8), "1,2x3,2", {}, AHEAD),
     (after_grid(10, 11), "1,2x3,2", {}, MAXIMUM),
     (after_grid(4, 5), "1,2x3,2", {}, "a grid consumes the ids of its longest side, as in M-RoPE"),
@@ -364,10 +336,8 @@ def test_a_known_mistake_is_identified(ids: Any, specs: Any, options: dict[str, 
     ("first", "last", "neighbour"),
     [
         ([], [14], "after"),  # the next position
-        ([], [0], "after"),
         ([], [5], "after"),  # rolled
         ([0], [], "before"),
-        ([13], [], "before"),
         ([5], [], "before"),
     ],
 )
@@ -375,16 +345,6 @@ def test_ids_shifted_by_one_token_are_recognized(first: list[int], last: list[in
     rows, cols = [5, 6, 9, 9, 12, 13], [5, 6, 8, 10, 12, 13]
     ids = [[*first, *axis[len(last) : 6 - len(first)], *last] for axis in (rows, cols)]
     assert cause_of(ids, "2,1x2,2", start=5) == NEIGHBOUR.format(neighbour)
-
-
-def test_diagnoses_of_1d_ids_are_full_sentences() -> None:
-    sentence = (
-        "documents[0], token 3, is row 0, column 0 of a grid of width 3 (segment 1): got 3, want (6, 5) in rope-tie. "
-        f"8 of 11 tokens differ, in 1 of 1 document. Cause: {DOCUMENT}. "
-        "To do: pass the model ids for all axes, such as positions.dense(), instead of arange."
-    )
-    assert str(diagnose(range(11), TIE)) == sentence
-    assert str(diagnose([range(11)] * 2, TIE)) == sentence.replace("got 3,", "got (3, 3),")
 
 
 def test_ids_cast_to_low_precision_are_recognized() -> None:
@@ -454,17 +414,6 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
                 [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 7, 8],
             ],
             UNMERGED.format("ids after a grid", 2, 2),
-        ),
-        # Text after nine patches continues at the tenth token, not after one and a half ids.
-        (
-            VIDEO,
-            "tmrope-qwen3",
-            [
-                [0, 1, 1, 1, 1.5, 1.5, 1.5, 2, 2, 2, 10, 11],
-                [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 10, 11],
-                [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 10, 11],
-            ],
-            AHEAD,
         ),
     ],
 )
@@ -620,13 +569,6 @@ def test_a_mistake_that_explains_one_of_eleven_wrong_ids_is_not_reported(last: i
     assert (diagnosis.different_tokens, diagnosis.cause, diagnosis.explained) == (11, None, 0)
 
 
-def test_the_cause_is_unknown_if_no_known_mistake_produces_the_ids() -> None:
-    ids = ids_of("3,2x3,4")
-    ids[:, 11:] = 3, 99
-    sentence = "Cause unknown: no known mistake reproduces the first two differences."
-    assert diagnose(ids, "3,2x3,4").sentences[2] == sentence
-
-
 def test_a_partial_cause_is_reported_with_the_number_of_differences_it_explains() -> None:
     ids = np.array(after_grid(7, 8, 9))
     ids[1, 9] = 99
@@ -722,52 +664,36 @@ def test_a_cause_reproduces_the_first_difference_and_the_reported_number_of_ids(
     assert 1 <= diagnosis.explained <= diagnosis.different_tokens == differs.sum()
 
 
+SHAPE = "ids: got shape {}, want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids"
+DEFAULT = "; these shapes are for scheme rope-tie, the default; choose another with --scheme or scheme="
+
+
 @pytest.mark.parametrize(
     ("ids", "options", "message"),
     [
         ([["a"]], {}, "ids: got dtype <U1, want integers or floats (bfloat16: save ids.float())"),
-        ([True] * 11, {}, "ids: got dtype bool, want integers or floats (bfloat16: save ids.float())"),
         ([[0.0] * 11, [0.0, np.nan] + [0.0] * 9], {}, "ids[1, 1]: got nan, want a number"),
         (
             np.zeros((3, 11)),
             {},
-            "ids: got shape (3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
-            "these shapes are for scheme rope-tie, the default; choose another with --scheme or scheme=; "
-            "with Transformers' text row before the axes, want (3, 1, 11): ids[:, None]",
+            SHAPE.format((3, 11)) + f"{DEFAULT}; with Transformers' text row before the axes, want (3, 1, 11): "
+            "ids[:, None]",
         ),
         (
             np.zeros((1, 3, 11)),
             {},
-            "ids: got shape (1, 3, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
-            "these are batch first, as in verl: want the 3 rows, with Transformers' text row before the axes, "
-            "first: ids.swapaxes(0, 1)",
+            SHAPE.format((1, 3, 11)) + "; these are batch first, as in verl: want the 3 rows, with Transformers' text "
+            "row before the axes, first: ids.swapaxes(0, 1)",
         ),
-        (
-            np.zeros((1, 2, 11)),
-            {},
-            "ids: got shape (1, 2, 11), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
-            "these are batch first, as in verl: want the 2 rows first: ids.swapaxes(0, 1)",
-        ),
-        (
-            np.zeros((3, 1, 10)),
-            {},
-            "ids: got shape (3, 1, 10), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
-            "these shapes are for scheme rope-tie, the default; choose another with --scheme or scheme=",
-        ),
+        (np.zeros((3, 1, 10)), {}, SHAPE.format((3, 1, 10)) + DEFAULT),
         (
             np.zeros((2, 29)),
             {},
-            "ids: got shape (2, 29), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids; "
-            "the ids have one token per patch before 2x2 merging, want one per merged patch",
+            SHAPE.format((2, 29)) + "; the ids have one token per patch before 2x2 merging, want one per merged patch",
         ),
-        (
-            np.zeros(()),
-            {},
-            "ids: got shape (), want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids",
-        ),
+        (np.zeros(()), {}, SHAPE.format(())),
         (np.zeros((2, 11)), {"side": "top"}, "side: got 'top', want one of 'left', 'right'"),
         (np.zeros((2, 11)), {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
-        (np.zeros((2, 11)), {"tolerance": 10**400}, None),
         (np.zeros((2, 11)), {"scheme": "tie"}, None),
         (np.zeros((2, 11)), {"start": 0.5}, "start: got 0.5, want an integer"),
         (

@@ -209,7 +209,6 @@ def test_padding_can_be_anywhere() -> None:
         ({"position_ids": [[1e-12]]}, "position_ids: got np.float64(1e-12), want fractions with denominators below"),
         ({"position_ids": np.zeros((17, 2), int)}, "position_ids: got 17 axes, want 1 to 16"),
         ({"position_ids": [[0, 1]], "attention_mask": [[1, 2]]}, "attention_mask must hold only 0 and 1"),
-        ({"position_ids": [[0, 1]], "attention_mask": [1, 1, 1]}, "attention_mask: got shape (3,), want (2,)"),
         (
             {"position_ids": np.zeros((3, 2, 4), int), "attention_mask": np.ones((4, 2))},
             "attention_mask: got shape (4, 2), want (2, 4), the shape of position_ids",
@@ -221,10 +220,7 @@ def test_padding_can_be_anywhere() -> None:
         ),
         ({"position_ids": [[0.5]], "denominators": 2}, "denominators requires integer position_ids, got float64"),
         ({"position_ids": [[1]], "denominators": 0}, "denominators[0]: got 0, want >= 1"),
-        ({"position_ids": [[1, 1]], "denominators": [1, -1]}, "denominators[1]: got -1, want >= 1"),
         ({"position_ids": [[1] * 9], "denominators": 2**31}, "denominators[0]: got 2147483648, want <= 2147483647"),
-        ({"position_ids": [[1, 1]], "cu_seqlens": [0, 2, 1, 2]}, "cu_seqlens: got [0, 2, 1, 2], want ascending"),
-        ({"position_ids": [[0, 2**61]]}, "position_ids: got 2305843009213693952 in column 1, want ids within int32"),
         ({"position_ids": [2**31]}, "position_ids: got 2147483648 in column 0, want ids within int32"),
         ({"position_ids": [-(2**31) - 1]}, "position_ids: got -2147483649 in column 0, want ids within int32"),
         (
@@ -232,8 +228,6 @@ def test_padding_can_be_anywhere() -> None:
             "position_ids: got 9223372036854775807 in column 1, want ids within int32",
         ),
         ({"position_ids": [2**33 + 1], "denominators": 4}, "position_ids: got 8589934593/4 in column 0, want ids"),
-        ({"position_ids": [2147483647.5]}, "position_ids must be finite and within int32"),
-        ({"position_ids": [-2147483648.5]}, "position_ids must be finite and within int32"),
         (
             {"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]},
             "cu_seqlens cannot be combined with a PositionTable",

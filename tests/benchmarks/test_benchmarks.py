@@ -83,7 +83,7 @@ def test_recorded_cpu_rotations_take_about_as_long_as_the_copy() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers")
 def test_clients_refuse_unexpected_answers() -> None:
-    with started(echo("default")) as (server,), clients() as pool:
+    with started(echo()) as (server,), clients() as pool:
         right = Load(server, Order("/echo/Bytes3", b"anything", bytes(3), 0.01), pool)
         turn = right()
         assert turn.cpu > 0

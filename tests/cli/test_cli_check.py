@@ -85,7 +85,7 @@ def test_documents_are_read_from_files_and_options_with_a_scheme_and_a_start() -
     video = mmpos.place(
         mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 1, frames=2)]]), mmpos.schemes.RopeTie(axes=3)
     )
-    assert check(video.dense(), "--spec", "1,2x1x1", "--axes", "3")[0] == 0
+    assert check(video.dense(), "--spec", "1,2x1x1", "-s", "rope-tie,axes=3")[0] == 0
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -182,8 +182,7 @@ def test_a_config_is_read_from_standard_input(
 @pytest.mark.parametrize(
     ("content", "arguments", "line"),
     [
-        (json.dumps(QWEN), ["-s", "mrope"], "--config cannot be combined with --scheme or --axes"),
-        (json.dumps(QWEN), ["--axes", "3"], "--config cannot be combined with --scheme or --axes"),
+        (json.dumps(QWEN), ["-s", "mrope"], "--config cannot be combined with --scheme"),
         ("{", [], None),
         ("[" * 100_000, [], None),
         (None, [], "config.json: got No such file or directory, want the config.json of a model"),

@@ -34,7 +34,7 @@ def server() -> Iterator[str]:
 
 
 def test_positions_are_printed_as_in_process(server: str, run: Run) -> None:
-    for options in ([], ["--json"], ["--scheme", "rope-tie-v2", "--start", "7", "--axes", "3"]):
+    for options in ([], ["--json"], ["--scheme", "rope-tie-v2,axes=3", "--start", "7"]):
         here = run("positions", "3,2x3,2", "5", *options)
         there = run("remote", "positions", "3,2x3,2", "5", *options, "--server", server)
         assert there == here
@@ -98,14 +98,6 @@ def test_a_server_uses_the_scheme_in_the_document_file(profiles: str, run: Run, 
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"documents": [[{"text": 2}, {"grid": [2, 2]}]], "scheme": "rows"}))
     assert run("remote", "positions", str(file), "--server", profiles) == run("positions", str(file))
-
-
-def test_axes_require_a_scheme(profiles: str, run: Run) -> None:
-    assert run("remote", "positions", "3", "--axes", "3", "--server", profiles) == (
-        2,
-        "",
-        "mmpos: error: --axes requires --scheme, since the profile has its own scheme and axes\n",
-    )
 
 
 @pytest.mark.parametrize("command", [["health"], ["positions", "3"]])

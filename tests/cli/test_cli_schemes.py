@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scheme_properties import every_scheme
 
 from mmpos.__main__ import main
-from mmpos.analysis.compare.schemes import every_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
 
@@ -91,62 +90,56 @@ def test_every_scheme_can_be_built_from_its_label() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "scheme"),
+    ("name", "scheme"),
     [
-        ("rope-tie", None, RopeTie()),
-        ("rope-tie", 3, RopeTie(3)),
-        ("rope-tie,axes=3", None, RopeTie(3)),
-        (" rope-tie-v2 , axes = 3 , rounding = 'floor' ", None, RopeTieV2(3, "floor")),
-        ("rope-tie-v2,rounding=None", 2, RopeTieV2()),
-        ("rope-tie-v2,rounding=floor", 3, RopeTieV2(3, "floor")),
-        ("mrope-qwen2.5,tokens_per_second=1/2", None, MRopeQwen25(Fraction(1, 2))),
-        ("mmpos.schemes:RopeTie,axes=3", None, RopeTie(3)),
+        ("rope-tie", RopeTie()),
+        ("rope-tie,axes=3", RopeTie(3)),
+        (" rope-tie-v2 , axes = 3 , rounding = 'floor' ", RopeTieV2(3, "floor")),
+        ("rope-tie-v2,rounding=None", RopeTieV2()),
+        ("mrope-qwen2.5,tokens_per_second=1/2", MRopeQwen25(Fraction(1, 2))),
+        ("mmpos.schemes:RopeTie,axes=3", RopeTie(3)),
     ],
 )
-def test_names_accept_parameters(name: str, axes: int | None, scheme: object) -> None:
-    assert make_scheme(name, axes) == scheme
+def test_names_accept_parameters(name: str, scheme: object) -> None:
+    assert make_scheme(name) == scheme
 
 
 WANT = "want the package.module:Class of a valid Scheme"
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "message"),
+    ("name", "message"),
     [
-        ("rope-tie,axes", None, "--scheme: got 'axes', want PARAMETER=VALUE after the comma"),
-        ("rope-tie,axes=", None, "--scheme: got 'axes=', want PARAMETER=VALUE after the comma"),
-        ("rope-tie,", None, "--scheme: got '', want PARAMETER=VALUE after the comma"),
-        ("rope-tie,stride=2", None, "--scheme: got 'stride' of 'rope-tie', want axes"),
-        ("flatten,axes=2", None, "--scheme: got 'axes' of 'flatten', want no parameter"),
+        ("rope-tie,axes", "--scheme: got 'axes', want PARAMETER=VALUE after the comma"),
+        ("rope-tie,axes=", "--scheme: got 'axes=', want PARAMETER=VALUE after the comma"),
+        ("rope-tie,", "--scheme: got '', want PARAMETER=VALUE after the comma"),
+        ("rope-tie,stride=2", "--scheme: got 'stride' of 'rope-tie', want axes"),
+        ("flatten,axes=2", "--scheme: got 'axes' of 'flatten', want no parameter"),
         (
             "grid-2d,side=2",
-            None,
             "--scheme: got 'side' of 'grid-2d', want order or spatial_merge_size or axes or first",
         ),
-        ("rope-tie,axes=4", None, "RopeTie.axes: got 4, want 2 or 3"),
-        ("v2pe,stride=x", None, "V2PE.stride: got 'x', want an integer"),
-        ("flatten", 2, "--axes: got 2, want 1 for scheme 'flatten'"),
-        ("own:Wide", 3, "--axes: got 3, want 2 for scheme 'wide'"),
-        ("no.such:Thing", None, f"--scheme: got 'no.such:Thing' (ModuleNotFoundError: No module named 'no'), {WANT}"),
+        ("rope-tie,axes=4", "RopeTie.axes: got 4, want 2 or 3"),
+        ("v2pe,stride=x", "V2PE.stride: got 'x', want an integer"),
+        ("no.such:Thing", f"--scheme: got 'no.such:Thing' (ModuleNotFoundError: No module named 'no'), {WANT}"),
         (
             "own:Thing",
-            None,
             f"--scheme: got 'own:Thing' (AttributeError: module 'own' has no attribute 'Thing'), {WANT}",
         ),
-        ("broken:X", None, f"--scheme: got 'broken:X' (SyntaxError: invalid syntax (broken.py, line 1)), {WANT}"),
-        ("ends:X", None, f"--scheme: got 'ends:X' (SystemExit: 0), {WANT}"),
-        (":", None, f"--scheme: got ':' (ValueError: Empty module name), {WANT}"),
-        ("own:NUMBER", None, "--scheme: got 'own:NUMBER', which is int, want a Scheme"),
-        ("own:Wide,step=1", None, "--scheme: got 'step' of 'own:Wide', want stride"),
-        ("own:Failing", None, f"--scheme: got 'own:Failing' (KeyError: 'size'), {WANT}"),
-        ("own:Nameless", None, "--scheme: got 'own:Nameless' without name, want a Scheme with name and axes"),
-        ("own:Axisless", 3, "--scheme: got 'own:Axisless' without axes, want a Scheme with name and axes"),
-        ("own:Half", None, None),
+        ("broken:X", f"--scheme: got 'broken:X' (SyntaxError: invalid syntax (broken.py, line 1)), {WANT}"),
+        ("ends:X", f"--scheme: got 'ends:X' (SystemExit: 0), {WANT}"),
+        (":", f"--scheme: got ':' (ValueError: Empty module name), {WANT}"),
+        ("own:NUMBER", "--scheme: got 'own:NUMBER', which is int, want a Scheme"),
+        ("own:Wide,step=1", "--scheme: got 'step' of 'own:Wide', want stride"),
+        ("own:Failing", f"--scheme: got 'own:Failing' (KeyError: 'size'), {WANT}"),
+        ("own:Nameless", "--scheme: got 'own:Nameless' without name, want a Scheme with name and axes"),
+        ("own:Axisless", "--scheme: got 'own:Axisless' without axes, want a Scheme with name and axes"),
+        ("own:Half", None),
     ],
 )
-def test_invalid_names_are_refused(name: str, axes: int | None, message: str | None) -> None:
+def test_invalid_names_are_refused(name: str, message: str | None) -> None:
     with pytest.raises(InvalidInputError) as raised:
-        make_scheme(name, axes)
+        make_scheme(name)
     assert str(raised.value) == message or (
         message is None and str(raised.value).startswith("--scheme: got 'own:Half' (TypeError: Can't instantiate")
     )
@@ -157,19 +150,9 @@ def test_user_defined_schemes_work_in_every_command(capsys: pytest.CaptureFixtur
     assert printed["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
     assert printed["scheme"] == "own:Wide,stride=5"
     assert run(capsys, "explain", "1,2x2,1", "4", "-s", "own:WIDER").endswith("(2, 4) = (1, 1) + 1·(1, 0) + 1·(0, 3)\n")
-    assert "wide(stride=3) " in run(capsys, "compare", "own:WIDER")
     assert run(capsys, "plot", "ids", "1,2x2,1", "-s", "own:Wide", "-s", "rope-tie", "-o", "a.svg") == "a.svg\n"
     run(capsys, "positions", "1,2x2,1", "-s", "own:Wide", "-o", "ids.npy")
     assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
-
-
-def test_compare_prints_the_named_schemes_and_no_others_in_the_given_order(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    names = ["own:Wide", "v2pe(stride=16)", "rope-tie", "v2pe", "own:Wide"]
-    printed = json.loads(run(capsys, "compare", *names, "nope", "alibi", "--json"))
-    assert list(printed["schemes"]) == ["wide", "v2pe(stride=16)", "rope-tie", "v2pe"]
-    assert list(printed["encodings"]) == ["nope", "alibi"]
 
 
 @pytest.mark.slow  # the worker processes import torch
@@ -182,7 +165,7 @@ def test_user_defined_schemes_work_in_preprocess_workers(capsys: pytest.CaptureF
 
 
 def test_documents_keep_the_scheme_given_in_their_file(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    first = run(capsys, "positions", "3,4x2x3,1", "-s", "rope-tie-v2,rounding=floor", "--axes", "3", "--json")
+    first = run(capsys, "positions", "3,4x2x3,1", "-s", "rope-tie-v2,rounding=floor,axes=3", "--json")
     (folder / "first.json").write_text(first)
     assert run(capsys, "positions", "first.json", "--json") == first
     assert json.loads(run(capsys, "positions", "first.json", "5", "--json", "-s", "mrope"))["scheme"] == "mrope"
@@ -204,7 +187,3 @@ def test_files_must_agree_on_a_scheme(capsys: pytest.CaptureFixture[str], folder
     (folder / "rows.json").write_text('{"documents": [[{"text": 1}]], "scheme": 3}')
     assert main(["positions", "rows.json"]) == 2
     assert capsys.readouterr().err == "mmpos: error: rows.json: scheme: got 3, want a name\n"
-
-
-def test_axes_keep_the_other_parameters() -> None:
-    assert make_scheme("rope-tie-v2,rounding=floor", 3) == replace(RopeTieV2(rounding="floor"), axes=3)

@@ -211,12 +211,11 @@ def test_the_version_has_a_short_option(run: Run) -> None:
 COMPLETIONS = [
     ("mmpos pos", ["positions"]),
     ("mmpos help pl", ["plot"]),
-    ("mmpos plot ", ["ids", "attention", "phase", "growth"]),
+    ("mmpos plot ", ["ids", "attention"]),
     ("mmpos positions 3 --sch", ["--scheme"]),
     ("mmpos positions 3 -s rope-tie-", ["rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm"]),
     ("mmpos remote positions 3 --scheme mrope-q", ["mrope-qwen2.5", "mrope-qwen3"]),
     ("mmpos plot attention 3 --allocation s", ["split", "sections"]),
-    ("mmpos compare ali", ["alibi"]),
     ("mmpos check ids.npy --padding l", ["left"]),
     ("mmpos preprocess x -f ch", ["chat"]),
     ("mmpos bench pos", ["positions"]),

@@ -1,4 +1,4 @@
-"""Test the spans of calls, the traces they continue, and the export of spans and metrics."""
+"""Test the spans of calls, the traces they continue, and the export of spans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,24 +20,20 @@ import grpc
 import pytest
 from clients import open_client
 from opentelemetry import trace
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector_pb
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
-from prometheus_client.registry import Collector
 from waiting import eventually
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client, PositionsQuery
-from mmpos.errors import InvalidInputError, LimitExceededError, ServiceOverloadedError
+from mmpos.errors import LimitExceededError, ServiceOverloadedError
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import tracing as tracing_module
 from mmpos_server.__main__ import main
 from mmpos_server.call import Call
 from mmpos_server.config import load
-from mmpos_server.metrics_export import converted, exported
 from mmpos_server.services import place_method
 from mmpos_server.telemetry import Logs
 from mmpos_server.testing import running
@@ -342,41 +338,32 @@ def test_a_missing_package_is_reported_with_the_pip_command(
 
 
 @pytest.fixture
-def collector() -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Yield the address of an OTLP collector, and lists of the spans and metrics that the collector receives."""
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """Yield the address of an OTLP collector, and a list of the spans that the collector receives."""
     spans: list[Any] = []
-    metrics: list[Any] = []
 
-    def export_spans(request: Any, context: Any) -> Any:
+    def export(request: Any, context: Any) -> Any:
         spans.extend(request.resource_spans)
         return collector_pb.ExportTraceServiceResponse()
 
-    def export_metrics(request: Any, context: Any) -> Any:
-        metrics.extend(request.resource_metrics)
-        return metrics_pb.ExportMetricsServiceResponse()
-
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    for signal_, export, kind in (
-        ("trace.v1.Trace", export_spans, collector_pb.ExportTraceServiceRequest),
-        ("metrics.v1.Metrics", export_metrics, metrics_pb.ExportMetricsServiceRequest),
-    ):
-        handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
-            export, kind.FromString, lambda answer: answer.SerializeToString()
-        )
-        name = f"opentelemetry.proto.collector.{signal_}Service"
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {"Export": handler})])
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
+        export, collector_pb.ExportTraceServiceRequest.FromString, lambda answer: answer.SerializeToString()
+    )
+    name = "opentelemetry.proto.collector.trace.v1.TraceService"
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {"Export": handler})])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield f"http://127.0.0.1:{port}", spans, metrics
+    yield f"http://127.0.0.1:{port}", spans
     server.stop(None).wait()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "named"), [(1, {}), (2, {"OTEL_SERVICE_NAME": "mine"})])
-def test_the_program_exports_its_last_spans_and_metrics_to_the_configured_collector_at_exit(
-    workers: int, named: dict[str, str], collector: tuple[str, list[Any], list[Any]], tmp_path: Path
+def test_the_program_exports_its_last_spans_to_the_configured_collector_at_exit(
+    workers: int, named: dict[str, str], collector: tuple[str, list[Any]], tmp_path: Path
 ) -> None:
-    endpoint, sent, metrics = collector
+    endpoint, sent = collector
     environment = {**os.environ, **named, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "600000"}
     command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--otel", "--workers", str(workers)]
     log = tmp_path / "log"
@@ -395,74 +382,3 @@ def test_the_program_exports_its_last_spans_and_metrics_to_the_configured_collec
     assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")
     names = [span.name for scope in resource.scope_spans for span in scope.spans]
     assert sorted(names) == sorted([NAME, "place"])
-    last = metrics[-1]
-    attributes = {entry.key: entry.value.string_value for entry in last.resource.attributes}
-    assert attributes["service.name"] == named.get("OTEL_SERVICE_NAME", "mmpos")
-    (points,) = (m.sum.data_points for scope in last.scope_metrics for m in scope.metrics if m.name == "mmpos_requests")
-    assert sum(point.as_double for point in points) == 1
-
-
-def test_prometheus_metrics_are_converted_to_opentelemetry() -> None:
-    registry = CollectorRegistry()
-    calls = Counter("calls", "Calls.", ["method"], registry=registry)
-    calls.labels("Place").inc(3)
-    seconds = Histogram("call_seconds", "Time.", ["method"], buckets=[0.5, 1], registry=registry)
-    for value in (0.25, 0.75, 0.75, 4):
-        seconds.labels("Place").observe(value)
-    Gauge("open_bytes", "Open.", registry=registry).set(7)
-    Info("build", "Build.", registry=registry).info({"version": "1"})
-    scope = converted(registry.collect(), begun=5)
-    by_name: dict[str, Any] = {metric.name: metric for metric in scope.metrics}
-    (count,) = by_name["calls"].data.data_points
-    assert (by_name["calls"].data.is_monotonic, count.value, count.attributes, count.start_time_unix_nano) == (
-        True, 3, {"method": "Place"}, 5,
-    )  # fmt: skip
-    (times,) = by_name["call_seconds"].data.data_points
-    assert (times.count, times.sum, times.bucket_counts, times.explicit_bounds) == (4, 5.75, [1, 2, 1], (0.5, 1.0))
-    (open_now,) = by_name["open_bytes"].data.data_points
-    assert (open_now.value, [by_name[name].unit for name in ("calls", "call_seconds", "open_bytes")]) == (
-        7,
-        ["", "s", "By"],
-    )
-    (build,) = by_name["build_info"].data.data_points
-    assert (build.value, build.attributes) == (1, {"version": "1"})
-
-
-def test_a_failed_collection_is_logged_and_the_next_one_is_exported(
-    collector: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Failing(Collector):
-        collections = 0
-
-        def collect(self) -> Iterable[Metric]:
-            self.collections += 1
-            if self.collections == 1:
-                raise ZeroDivisionError
-            return ()
-
-    endpoint, _, metrics = collector
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "10")
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Failing())
-    with exported(registry):
-        assert eventually(lambda: len(metrics) > 0)
-    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["metrics not exported"]
-
-
-@pytest.mark.parametrize(("variable", "value"), [("OTEL_SDK_DISABLED", "True"), ("OTEL_METRICS_EXPORTER", "none")])
-def test_the_environment_disables_metrics(
-    variable: str, value: str, collector: tuple[str, list[Any], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endpoint, _, metrics = collector
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-    monkeypatch.setenv(variable, value)
-    with exported(CollectorRegistry()):
-        pass
-    assert metrics == []
-
-
-def test_an_export_interval_of_zero_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "0")
-    with pytest.raises(InvalidInputError, match="OTEL_METRIC_EXPORT_INTERVAL: got '0', want milliseconds > 0"):
-        exported(CollectorRegistry()).__enter__()

@@ -231,15 +231,12 @@ def test_invalid_options_are_refused() -> None:
             Images(**option)
     wrong: list[tuple[type, dict[str, Any]]] = [
         *((FORMATS[name], {"images": "folder"}) for name in FORMATS),
-        *((FORMATS[name], {"separator": None}) for name in ("obelics", "mmc4", "hf")),
         *((FORMATS[name], {"template": "plain"}) for name in ("chat", "llava")),
-        (MMC4, {"reference": "url"}),
         (Chat, {"media": 5}),
         (ChatTemplate, {"user": ("a", "b")}),
         (Turn, {"before": 5, "after": ""}),
         (Turn, {"after": None, "before": ""}),
         (HFImages, {"text": 5}),
-        (Pairs, {"caption": 5}),
     ]
     for kind, options in wrong:
         with pytest.raises(InvalidInputError, match=rf"{next(iter(options))}: got .*, want "):
@@ -317,10 +314,10 @@ MMC4_RECORD = {
     "text_list": ["First.", "Second.", "Third."],
     "image_info": [
         {"image_name": "coffee.jpg", "raw_url": "http://host/c", "matched_text_index": 2, "matched_sim": 0.3},
-        {"image_name": "chelsea.jpg", "raw_url": "http://host/d", "matched_text_index": 2, "matched_sim": 0.2},
-        {"image_name": "missing.jpg", "raw_url": "http://host/e", "matched_text_index": 0, "matched_sim": 0.1},
+        {"image_name": "chelsea.jpg", "raw_url": "http://host/d", "matched_text_index": 2},
+        {"image_name": "missing.jpg", "raw_url": "http://host/e", "matched_text_index": 0},
     ],
-    "similarity_matrix": [[0.1, 0.1, 0.3], [0.1, 0.1, 0.2], [0.1, 0.1, 0.1]],
+    "similarity_matrix": [[0.1, 0.1, 0.3]],
 }
 
 
@@ -329,8 +326,6 @@ def test_mmc4_places_images_in_order_before_their_sentences() -> None:
     assert pieces(names(MMC4_RECORD, HERE)) == [
         b"missing.jpg", "First. Second.", b"coffee.jpg", b"chelsea.jpg", "Third."
     ]  # fmt: skip
-    urls = MMC4(Images(fetcher=str.encode), reference="raw_url")
-    assert pieces(urls(MMC4_RECORD, HERE))[0] == b"http://host/e"
 
 
 CHAT_RECORD = {
@@ -536,8 +531,6 @@ def test_a_pair_is_an_image_and_its_caption(extension: str) -> None:
     for caption in members:
         document = Pairs()({"__key__": "000017", extension: PNG, **caption}, HERE)
         assert (document.key, pieces(document)) == ("000017", [PNG, "a dot ä"])
-    other = Pairs(caption="alt")({extension: PNG, "json": '{"alt": "a"}'}, HERE)
-    assert pieces(other) == [PNG, "a"]
 
 
 # Errors for invalid records
@@ -607,12 +600,6 @@ AN_INDEX = "want an index into the 3 items of text_list"
     ("path", "value", "message"),
     [
         (("image_info", 0, "image_name"), 5, f"image_info[0].image_name: got 5, {NO_REFERENCE}"),
-        (("image_info", 1, "matched_sim"), "high", "image_info[1].matched_sim: got 'high', want a finite number"),
-        (("image_info", 1, "matched_sim"), float("nan"), "image_info[1].matched_sim: got nan, want a finite number"),
-        (("image_info", 1, "matched_sim"), 10**400, "image_info[1].matched_sim: got 1000"),
-        (("image_info", 1, "matched_sim"), True, "image_info[1].matched_sim: got True, want a finite number"),
-        (("similarity_matrix",), [[1, 2, 3]], "similarity_matrix: got 1 rows, want 3 as in image_info"),
-        (("similarity_matrix", 1), [1.0], "similarity_matrix[1]: got 1 values, want 3 as in text_list"),
         *((MATCHED, index, f"{NAMED}: got {index!r}, {AN_INDEX}") for index in (3, -1, 1.0, True, "0")),
         (MATCHED, None, f"{NAMED}: got nothing, {AN_INDEX}"),
     ],
@@ -620,15 +607,6 @@ AN_INDEX = "want an index into the 3 items of text_list"
 def test_invalid_mmc4_records_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
     error = refusal(MMC4(Images(resolver=str.encode)), changed(MMC4_RECORD, path, value))
     assert error.startswith(f"shard-3.jsonl[17]: {message}")
-
-
-def test_mmc4_requires_no_similarities() -> None:
-    record = changed(MMC4_RECORD, ("image_info",), [{"image_name": "a", "matched_text_index": 0}])
-    record["similarity_matrix"] = None
-    images = Images(resolver=str.encode)
-    assert pieces(MMC4(images)(record, HERE)) == [b"a", "First. Second. Third."]
-    empty: dict[str, Any] = {"text_list": [], "image_info": []}
-    assert "text_list, image_info: got no image and no text, want at least one" in refusal(MMC4(), empty)
 
 
 ROLES = "want one of system, developer, user, assistant, tool"

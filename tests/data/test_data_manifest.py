@@ -72,7 +72,7 @@ def test_finished_parts_are_not_rewritten(tmp_path: Path, listed: bool) -> None:
         return PAGES(record, location)
 
     progress: list[Progress] = []
-    settings = shard_job.describe_job(PAGES, True)
+    settings = shard_job.describe_job(PAGES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_job, "describe_job", lambda *_: settings)
         again = write_sequences(readers, out, counting, report=progress.append)

@@ -98,19 +98,6 @@ def test_every_shard_becomes_a_file_of_preprocessed_examples(tmp_path: Path) -> 
             assert (stored.sequence.patches == expected.sequence.patches).all()
 
 
-def test_without_patches_everything_else_is_unchanged(tmp_path: Path) -> None:
-    readers = shards(corpus(tmp_path, 1, 1))
-    (path,) = (output.path for output in write_sequences(readers, tmp_path / "out", PAGES, patches=False).outputs)
-    (got,) = SequenceShard(path).examples()
-    ((location, raw),) = readers[0].records()
-    assert isinstance(raw, dict)
-    want = PAGES(raw, location)
-    assert got.sequence.patches is None
-    assert got.sequence.image_hashes == want.sequence.image_hashes
-    assert (got.sequence.input_ids == want.sequence.input_ids).all()
-    assert os.stat(path).st_size < 20_000
-
-
 def test_dropped_images_are_quarantined(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
     dropping = replace(PAGES, on_image_error="drop")
@@ -355,7 +342,6 @@ def test_an_error_raised_by_the_callable_in_a_worker_keeps_its_traceback(tmp_pat
         ({"on_error": "log"}, "on_error: got 'log', want one of 'raise', 'skip'"),
         ({"max_skipped": 2}, "max_skipped: got 2, want a share from 0 to 1"),
         ({"preprocess": 3}, "preprocess: got int, want a callable that takes a record and a location"),
-        ({"patches": 1}, "patches: got 1, want True or False"),
         ({"overwrite": 1}, "overwrite: got 1, want True or False"),
         ({"readers": []}, "readers: got none, want at least one shard"),
         ({"folder": Path("s0.jsonl")}, "folder: got 's0.jsonl', which is a file, want a folder"),
@@ -432,21 +418,20 @@ def test_tokenizers_are_identified_by_their_content() -> None:
 def test_differing_settings_are_named_without_revealing_text_values() -> None:
     scheme = replace(PAGES, builder=replace(BUILDER, scheme="rope-tie-v2"))
     images = ImageProcessor("pillow", patch_size=16, mean=(0.5, 0.5, 0.25))
-    other = replace(PAGES, format=Obelics(separator="secret"), builder=replace(BUILDER, images=images))
-    want = describe({"preprocess": PAGES, "patches": True})
+    other = replace(PAGES, format=Obelics(images=Images("/secret")), builder=replace(BUILDER, images=images))
+    want = describe({"preprocess": PAGES, "part_bytes": 64})
     assert differences(want, want) == []
-    assert differences(describe({"preprocess": scheme, "patches": True}), want) == [
+    assert differences(describe({"preprocess": scheme, "part_bytes": 64}), want) == [
         "preprocess.builder.scheme 'mmpos.schemes.tie.RopeTieV2', want 'mmpos.schemes.tie.RopeTie'"
     ]
-    record = describe({"preprocess": other, "patches": False})
+    record = describe({"preprocess": other, "part_bytes": 32})
     assert differences(record, want) == [
         "another preprocess.format.images.base",
-        "another preprocess.format.separator",
         "preprocess.builder.images.patch_size 16, want 14",
         "preprocess.builder.images.mean[0] 0.5, want 0.48145466",
         "preprocess.builder.images.mean[1] 0.5, want 0.4578275",
         "preprocess.builder.images.mean[2] 0.25, want 0.40821073",
-        "patches False, want True",
+        "part_bytes 32, want 64",
     ]
     assert "secret" not in json.dumps(record)
     assert differences({}, {"a": "x.Y", "a.b": 1}) == ["a None, want 'x.Y'"]
@@ -488,7 +473,7 @@ def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[
 def test_command_options_are_passed_to_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     Path("chat.jsonl").write_text(json.dumps(chat) + "\n")
-    arguments = ["preprocess", "chat.jsonl", "-o", "out", "--format", "chat", "--scheme", "flatten", "--no-patches"]
+    arguments = ["preprocess", "chat.jsonl", "-o", "out", "--format", "chat", "--scheme", "flatten"]
     assert main(arguments) == 0
     (got,) = SequenceShard("out/chat.parquet").examples()
     assert bytes(got.sequence.input_ids.tolist()).decode() == "User:\nhi\n\nAssistant:\nho\n\n"

@@ -171,9 +171,9 @@ def test_templates_for_text_models_receive_strings() -> None:
         Preprocess(Chat(), own)({"messages": [turn("user", "A", PHOTO)]}, HERE)
 
 
-def test_template_arguments_and_another_template_are_passed_on() -> None:
+def test_template_arguments_are_passed_on() -> None:
     template = "{{ name }}: {% for m in messages %}{{ m.content }}{% endfor %}"
-    named = TokenizerTemplate(tokenizer(), template, {"name": "Ann"})
+    named = TokenizerTemplate(tokenizer(template), {"name": "Ann"})
     document = Chat(named)({"messages": [{"role": "user", "content": "A cat"}]}, HERE)
     assert document.parts == ["Ann: A cat"]
     assert pickle.loads(pickle.dumps(Chat(named)))({"messages": [turn("user", "A cat")]}, HERE).parts == ["Ann: A cat"]
@@ -202,7 +202,7 @@ def test_template_arguments_and_another_template_are_passed_on() -> None:
 )  # fmt: skip
 def test_chats_that_the_template_does_not_support_are_refused(chat: Any, template: str, message: str) -> None:
     with pytest.raises(RecordError, match=rf"^shard\.jsonl\[3\]: {message}"):
-        Chat(TokenizerTemplate(tokenizer(), template))({"messages": chat}, HERE)
+        Chat(TokenizerTemplate(tokenizer(template)))({"messages": chat}, HERE)
 
 
 def test_each_preprocess_warns_once_about_the_default_template() -> None:

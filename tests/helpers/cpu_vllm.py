@@ -1,7 +1,7 @@
 """vLLM on a CPU as a reference; importing this module skips a test file where vLLM is not installed.
 
 vLLM pins another torch, so it needs a separate environment with mmpos, pytest and Pillow. Its CPU platform works
-without the kernels of a CPU build as long as attention and gelu_quick are not called.
+without the kernels of a CPU build as long as attention is not called.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ for name, value in {
     os.environ.setdefault(name, value)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import vllm.model_executor.model_loader.utils
     import vllm.model_executor.models.qwen2_5_vl
     import vllm.model_executor.models.qwen3_vl
-    import vllm.multimodal.processing
     import vllm.v1.worker.gpu.mm.rope
     import vllm.v1.worker.gpu_model_runner  # noqa: F401
     from vllm.multimodal.inputs import (

@@ -6,24 +6,22 @@ The functions are extracted from SGLang's source files, because importing its mo
 import ast
 import importlib.util
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import mmpos
 from mmpos import Grid, SegmentTable, Text
-from mmpos.integrations.sections import Sections, draft_positions, window_positions
 from mmpos.integrations.sglang import mrope_positions
-from mmpos.rotary import Rotary
 
 SPEC = importlib.util.find_spec("sglang")
 pytestmark = pytest.mark.skipif(SPEC is None, reason="needs sglang")
-SECTIONS = Sections(Rotary(head_dim=64), max_position=100_000, permuted=True)
 ON_POLICY = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
 DEPTHS = [0, 1, 1, 2, 3]
 
@@ -55,7 +53,7 @@ def batch(seed: int) -> tuple[list[list[Text | Grid]], random.Random]:
 
 def inputs(document: list[Text | Grid]) -> SimpleNamespace:
     """Return the positions of a request under the names that SGLang uses."""
-    prompt, delta = mrope_positions(mmpos.place(SegmentTable.from_documents([document])), SECTIONS)
+    prompt, delta = mrope_positions(mmpos.place(SegmentTable.from_documents([document])))
     return SimpleNamespace(mrope_positions=prompt, mrope_position_delta=delta, mrope_position_delta_repeated_cache=None)
 
 
@@ -69,6 +67,11 @@ def forward(name: str, requests: list[SimpleNamespace], lengths: list[int], **sc
     return positions
 
 
+def windows(table: mmpos.PositionTable, documents: Sequence[int], starts: list[int], lengths: list[int]) -> Tensor:
+    """Return the three rows of ids of windows of a table with two axes."""
+    return torch.from_numpy(table.window(documents, starts, lengths).dense(dtype=np.int64, axes=(0, 0, 1)))
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_sglangs_steps_equal_windows_of_the_table(seed: int) -> None:
     documents, rng = batch(seed)
@@ -80,19 +83,22 @@ def test_sglangs_steps_equal_windows_of_the_table(seed: int) -> None:
     extend = [rng.randint(1, length - start) for length, start in zip(lengths, prefix, strict=True)]
     stops = [start + count for start, count in zip(prefix, extend, strict=True)]
     chunks = forward("_compute_mrope_positions_extend", requests, stops, extend_lens=extend, prefix_lens=prefix)
-    assert torch.equal(chunks, window_positions(table, SECTIONS, rows, prefix, extend))
+    assert torch.equal(chunks, windows(table, rows, prefix, extend))
 
     longer = [length + rng.randint(1, 9) for length in lengths]
     last = [length - 1 for length in longer]
     decoded = forward("_compute_mrope_positions_decode", requests, longer)
-    assert torch.equal(decoded, window_positions(table, SECTIONS, rows, last, [1] * len(last)))
+    assert torch.equal(decoded, windows(table, rows, last, [1] * len(last)))
 
     tree = SimpleNamespace(positions=torch.tensor([start + depth for start in last for depth in DEPTHS]))
     drafts = forward("compute_spec_mrope_positions", requests, longer, spec_info=tree)
-    want = [draft_positions(table, SECTIONS, start, DEPTHS, document=d) for d, start in enumerate(last)]
+    want = [
+        windows(table, [d] * len(DEPTHS), [start + depth for depth in DEPTHS], [1] * len(DEPTHS))
+        for d, start in enumerate(last)
+    ]
     assert torch.equal(drafts, torch.cat(want, dim=1))
 
     extended = function("managers/mm_utils.py", "extend_mrope_positions_for_retracted_request")
     for d, length in enumerate(longer):
         resumed = extended(requests[d].mrope_positions, length - lengths[d])
-        assert torch.equal(resumed, window_positions(table, SECTIONS, [d], [0], [length]))
+        assert torch.equal(resumed, windows(table, [d], [0], [length]))

@@ -1,4 +1,4 @@
-"""The ids, windows and rotations of mmpos equal those of vLLM, whose kernels run in Triton's interpreter."""
+"""The ids and windows of mmpos equal those of vLLM, whose kernel runs in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_vllm import MERGE, request
-from tolerance import assert_within, rotations
 from torch import Tensor
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding, triton_mrope
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from vllm.model_executor.models.qwen2_vl import Qwen2VLForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
@@ -22,16 +19,11 @@ from vllm.v1.worker.gpu.mm.rope import _prepare_rope_positions_kernel
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import mmpos
-import mmpos.integrations.sections
-from mmpos.integrations.sections import Sections, window_positions
 from mmpos.integrations.vllm import mrope_input_positions, request_segments
-from mmpos.rotary import Rotary, apply_rotary
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 VISION = {"spatial_merge_size": MERGE, "tokens_per_second": 2}
-THREE = Sections(Rotary(128, allocation="sections", mrope_section=[16, 24, 24]), max_position=1 << 17)
-TWO = Sections(Rotary(32), max_position=512, permuted=True)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +48,7 @@ def test_ids_and_delta_equal_those_of_vllms_models(model: Any, scheme: Any, vide
     for _ in range(200):
         tokens, features = request(draw, video, last_text=draw.random() < 0.8)
         want, delta = model.get_mrope_input_positions(own, tokens, features)
-        got, ours = mrope_input_positions(tokens, features, scheme=scheme, sections=THREE, spatial_merge_size=MERGE)
+        got, ours = mrope_input_positions(tokens, features, scheme=scheme, spatial_merge_size=MERGE)
         assert got.dtype == want.dtype
         assert got.tolist() == want.tolist()
         assert (ours, type(ours)) == (delta, type(delta))
@@ -67,7 +59,7 @@ def tie_requests(count: int) -> tuple[list[Tensor], list[int], mmpos.PositionTab
     draw = random.Random(3)
     drawn = [request(draw, "none", last_text=draw.random() < 0.7) for _ in range(count)]
     tables = [request_segments(len(tokens), features, spatial_merge_size=MERGE) for tokens, features in drawn]
-    options: dict[str, Any] = {"scheme": "rope-tie", "sections": TWO, "spatial_merge_size": MERGE, "strict": False}
+    options: dict[str, Any] = {"scheme": "rope-tie", "spatial_merge_size": MERGE, "strict": False}
     results = [mrope_input_positions(tokens, features, **options) for tokens, features in drawn]
     placed = mmpos.PositionTable.concatenate([mmpos.place(table, "rope-tie", strict=False) for table in tables])
     return [ids for ids, _ in results], [delta for _, delta in results], placed
@@ -100,7 +92,7 @@ def test_the_model_runner_slices_ids_into_windows_of_the_table() -> None:
         )
         output = SimpleNamespace(num_scheduled_tokens=dict(zip(names, scheduled, strict=True)))
         GPUModelRunner._calc_mrope_positions(runner, output)
-        want = window_positions(placed, TWO, range(len(ids)), computed, scheduled)
+        want = placed.window(range(len(ids)), computed, scheduled).dense(axes=(0, 0, 1))
         assert out[:, :-1].tolist() == want.tolist()
 
 
@@ -129,54 +121,5 @@ def test_the_kernel_of_the_new_model_runner_slices_ids_into_windows_of_the_table
             BLOCK_SIZE=1024,
             NUM_DIMS=3,
         )
-        want = window_positions(placed, TWO, range(len(ids)), computed, scheduled)
+        want = placed.window(range(len(ids)), computed, scheduled).dense(axes=(0, 0, 1))
         assert out[:, :-1].tolist() == want.tolist()
-
-
-@pytest.fixture(scope="module")
-def engine_config() -> Iterator[VllmConfig]:
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    with set_current_vllm_config(config):
-        yield config
-
-
-ROTATIONS = [
-    pytest.param(Rotary(32), id="half"),
-    pytest.param(Rotary(32, pairing="adjacent"), id="adjacent"),
-    pytest.param(Rotary(32, rotary_dim=20), id="partial"),
-    pytest.param(Rotary(32, rotary_dim=22, theta=5e5), id="odd pairs"),
-]
-
-
-@pytest.mark.parametrize("kernel", ["torch", "triton"])
-@pytest.mark.parametrize("rotary", ROTATIONS)
-def test_vllm_rotates_permuted_channels_like_mmpos(engine_config: VllmConfig, rotary: Rotary, kernel: str) -> None:
-    sections = Sections(rotary, max_position=512, permuted=True)
-    own = MRotaryEmbedding(
-        32,
-        rotary.rotary_dim,
-        512,
-        rotary.theta,
-        sections.is_neox_style,
-        torch.float32,
-        list(sections.mrope_section),
-        positions_factor=1,
-    )
-    mmpos.integrations.sections.install_cache(own, sections)
-    ids, _, placed = tie_requests(3)
-    rows = torch.cat(ids, dim=1)
-    torch.manual_seed(0)
-    q, k = torch.randn(rows.shape[1], 4, 32), torch.randn(rows.shape[1], 2, 32)
-    channels = torch.from_numpy(mmpos.integrations.sections.qk_channels(rotary))
-    want_q, want_k = apply_rotary(q, k, placed, rotary)
-    assert want_k is not None
-    permuted = q[..., channels].flatten(1), k[..., channels].flatten(1)
-    if kernel == "torch":
-        got_q, got_k = own.forward_native(rows, *permuted)
-    else:
-        cos, sin = own.cos_sin_cache[rows].chunk(2, dim=-1)
-        got_q, got_k = triton_mrope(
-            *permuted, cos, sin, own.mrope_section, 32, rotary.rotary_dim, False, sections.is_neox_style
-        )
-    want = [want_q[..., channels], want_k[..., channels]]
-    assert_within([got_q.view_as(q), got_k.view_as(k)], want, [rotations(x) for x in want])

@@ -1,4 +1,4 @@
-"""Handwritten ids for the layouts of generative models, used by tests and conformance vectors."""
+"""Handwritten ids for the layouts of generative models, used by tests."""
 
 from __future__ import annotations
 

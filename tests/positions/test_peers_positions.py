@@ -19,16 +19,13 @@ import torch
 from oracle import exact
 
 from mmpos import Grid, Placeholders, SegmentTable, Text, place
-from mmpos.integrations.sections import Sections, window_positions
 from mmpos.integrations.vllm import mrope_input_positions
-from mmpos.rotary import Rotary
 from mmpos.schemes import V2PE
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DESIGNS, PADDLE = (
     json.loads((GOLDEN / name).read_text())["cases"] for name in ("multimodal_ropes.json", "paddleocr_vl.json")
 )
-SECTIONS = Sections(Rotary(128, 1e6, allocation="sections", mrope_section=[16, 24, 24]), max_position=1 << 15)
 
 
 @pytest.mark.parametrize("case", DESIGNS, ids=[f"{case['design']} {i}" for i, case in enumerate(DESIGNS)])
@@ -54,9 +51,7 @@ def test_paddleocr_prompts_have_the_ids_of_vllm(case: dict[str, Any]) -> None:
         )
         for offset, (height, width) in zip(case["offsets"], case["grids"], strict=True)
     ]
-    ids, delta = mrope_input_positions(
-        case["input_ids"], features, scheme="mrope", sections=SECTIONS, spatial_merge_size=2
-    )
+    ids, delta = mrope_input_positions(case["input_ids"], features, scheme="mrope", spatial_merge_size=2)
     assert ids.tolist() == case["position_ids"]
     assert delta == int(ids.max()) + 1 - len(case["input_ids"])
 
@@ -66,14 +61,12 @@ def test_text_steps_have_the_ids_of_sglang() -> None:
     prefixes, extended = [0, 100, 3], [5, 2048, 1]
     lengths = [prefix + more for prefix, more in zip(prefixes, extended, strict=True)]
     positions = place(SegmentTable.from_documents([[Text(n)] for n in lengths]), "mrope")
-    ids = window_positions(positions, SECTIONS, range(3), prefixes, extended)
-    want = torch.cat([torch.arange(start, stop) for start, stop in zip(prefixes, lengths, strict=True)])
-    assert ids.dtype == torch.int64
-    assert ids.is_contiguous()
-    assert torch.equal(ids, want.expand(3, -1))
+    ids = positions.window(range(3), prefixes, extended).dense()
+    want = [token for start, stop in zip(prefixes, lengths, strict=True) for token in range(start, stop)]
+    assert ids.tolist() == [want] * 3
     prompts = place(SegmentTable.from_documents([[Text(1)], [Text(5)], [Text(4000)]]), "mrope")
-    decoded = window_positions(prompts, SECTIONS, range(3), [0, 16, 4095], [1, 1, 1])
-    assert decoded.tolist() == [[0, 16, 4095]] * 3
+    decoded = prompts.window(range(3), [0, 16, 4095], [1, 1, 1])
+    assert decoded.dense().tolist() == [[0, 16, 4095]] * 3
 
 
 def test_windows_can_cross_a_grid_and_the_end_of_the_prompt() -> None:
@@ -81,6 +74,6 @@ def test_windows_can_cross_a_grid_and_the_end_of_the_prompt() -> None:
     positions = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]), "mrope")
     whole, delta = positions.dense(), int(positions.deltas[0])
     for prefix in range(14):
-        got = window_positions(positions, SECTIONS, [0], [prefix], [5]).tolist()
+        got = positions.window([0], [prefix], [5]).dense().tolist()
         after = [list(range(max(prefix, 11) + delta, max(prefix + 5, 11) + delta))] * 3
         assert got == [a + b for a, b in zip(whole[:, prefix : prefix + 5].tolist(), after, strict=True)]

@@ -18,7 +18,7 @@ from mmpos import (
     fingerprint,
     place,
 )
-from mmpos.analysis.plot.positions import read_plane
+from mmpos.analysis.plot import read_plane
 from mmpos.cli.report import heading
 from mmpos.schemes import SCHEMES, Grid2D, Grids, Placement, QwenImage, RopeTie, TextRuns, check
 from mmpos.segments.kinds import Segment

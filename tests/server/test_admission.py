@@ -1,4 +1,4 @@
-"""Test gates, pools, rates, stream windows, messages in transit and calls, all without a server."""
+"""Test gates, pools, stream windows, messages in transit and calls, all without a server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from waiting import eventually
 from mmpos.errors import InvalidInputError, ServiceOverloadedError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos_server import admission as admission_module
 from mmpos_server import transit as transit_module
-from mmpos_server.admission import Admission, Gate, PoolName, Rates, WorkPool
+from mmpos_server.admission import Admission, Gate, PoolName, WorkPool
 from mmpos_server.call import Call, GoneError
-from mmpos_server.config import ClientLimits, Concurrency, Connections
+from mmpos_server.config import ClientLimits, Concurrency
 from mmpos_server.streams import ItemWindow
 from mmpos_server.telemetry import Logs
 from mmpos_server.transit import Transit
@@ -146,50 +146,6 @@ def test_a_client_that_exceeds_its_share_does_not_shorten_the_queue_for_others()
     assert message(pool.enter, "b") == ""
 
 
-# Rates
-
-
-def test_a_rate_allows_a_burst_and_then_one_request_at_a_time() -> None:
-    clock = Clock()
-    rates = Rates(ClientLimits(requests_per_second=4.0, burst=2), clock)
-    rates.take("a")
-    rates.take("a")
-    words = "clients.requests_per_second for 'a': want <= 4 on average"
-    assert refusal(rates.take, "a") == (words, 0.25)
-    rates.take("b")
-    clock.now += 0.125
-    assert refusal(rates.take, "a") == (words, 0.125)
-    clock.now += 0.125
-    rates.take("a")
-    clock.now += 100  # at most one burst accumulates
-    assert [message(rates.take, "a") for _ in range(3)] == ["", "", words]
-
-
-@pytest.mark.parametrize(("per_second", "burst", "at_once"), [(3.0, 0, 3), (0.5, 0, 1), (3.0, 7, 7)])
-def test_the_burst_defaults_to_one_second_of_requests_and_at_least_one_request(
-    per_second: float, burst: int, at_once: int
-) -> None:
-    rates = Rates(ClientLimits(requests_per_second=per_second, burst=burst), Clock())
-    assert [bool(message(rates.take, "a")) for _ in range(at_once + 1)] == [False] * at_once + [True]
-
-
-def test_idle_clients_and_the_oldest_clients_above_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_module, "_MOST_IDLE", 3)
-    clock = Clock()
-    rates = Rates(ClientLimits(requests_per_second=1, burst=1), clock)
-    for name in "abcdef":
-        rates.take(name)
-    assert len(rates) == 3
-    assert [bool(message(rates.take, name)) for name in "fa"] == [True, False]
-    clock.now += 2.0
-    rates.take("c")
-    assert len(rates) == 1
-    free = Rates(ClientLimits())
-    for _ in range(100):
-        free.take("a")
-    assert len(free) == 0
-
-
 # Windows of streams
 
 
@@ -288,7 +244,7 @@ def log() -> io.StringIO:
 
 @pytest.fixture
 def transit(log: io.StringIO) -> Transit:
-    return Transit(Connections(receive_seconds=30.0, send_seconds=100.0), Logs("info", file=log))
+    return Transit(Logs("info", file=log))
 
 
 def test_a_missing_message_is_refused_and_a_call_ends_when_its_client_leaves(transit: Transit) -> None:
@@ -335,10 +291,12 @@ def test_an_answer_holds_bytes_until_it_is_read_or_times_out(transit: Transit, c
     for transport in (slow, quick, gone):
         transit.send(Call("id", "a", admission, transport), transport, 100)
     assert admission.bytes.taken == 200  # a client that has left holds no bytes
-    transit.renew(Connections(send_seconds=50.0))
     for callback in quick.callbacks or ():
         callback()
-    clock.now = 51.0
+    clock.now = 119.0
+    transit.check()
+    assert not slow.cancelled.is_set()
+    clock.now = 121.0
     transit.check()
     assert [transport.cancelled.is_set() for transport in (slow, quick, gone)] == [True, False, False]
     for callback in slow.callbacks or ():

@@ -196,7 +196,7 @@ def test_a_truncated_query_is_parsed_as_a_message(both: Both, size: int) -> None
     assert both.answers(PLAIN["ids"][:size]).failed is not None
 
 
-LIMITS = {"documents": 2, "segments": 4, "tokens": 20, "images": 1, "request_bytes": 1024, "response_bytes": 1024}
+LIMITS = {"documents": 2, "segments": 4, "tokens": 20, "images": 1, "message_bytes": 1024, "response_bytes": 1024}
 OVER: dict[str, tuple[bytes, str | None]] = {
     "at all limits": (query([[Text(3), Grid(2, 3), Text(2)], [Text(9)]]), None),
     "documents": (query([[Text(1)]] * 3), "documents"),
@@ -207,7 +207,7 @@ OVER: dict[str, tuple[bytes, str | None]] = {
     "images": (query([[Grid(2, 3), Text(1), Grid(2, 3)]]), "images"),
     "bytes of the answer": (query([[Text(20)]], dense=Dense("float64", (0,) * 7)), "response_bytes"),
     "bytes of the answer besides its ids": (query([[Text(16)]], dense=Dense("float64", (0,) * 8)), "response"),
-    "bytes of the request": (query([[Text(1)]]) + field(15, bytes(127)) * 9, "request"),
+    "bytes of the request": (query([[Text(1)]]) + field(15, bytes(127)) * 9, "message_bytes"),
 }
 
 

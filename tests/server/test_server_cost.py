@@ -162,16 +162,16 @@ IMPORTS = """
 import sys
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
-from mmpos_server.rotary_service import device, preload
+from mmpos_server.rotary_service import _device_of_torch, device
 absent = {"torch", "torchvision", "cryptography", "opentelemetry"} - set(sys.modules)
 methods(Profiles.from_config(load()), Limits())
 print(sorted(absent), "torch" in sys.modules, device() != "", "torch" in sys.modules)
-preload()
+_device_of_torch()
 print("torch" in sys.modules, device() in ("cpu", "cuda"))
 """
 
 
-def test_torch_is_not_imported_before_a_rotation_or_preload() -> None:
+def test_torch_is_not_imported_before_a_rotation() -> None:
     completed = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=120)
     absent = "['cryptography', 'opentelemetry', 'torch', 'torchvision']"
     assert completed.stdout == f"{absent} False True False\nTrue True\n"

@@ -6,7 +6,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +34,7 @@ async def forgotten():
     asyncio.get_running_loop().create_task(asyncio.sleep(0)).add_done_callback(lambda _: 1 / 0)
     await asyncio.sleep(0.01)
 
-with logging_all("info", sys.argv[1]) as logs:
+with logging_all("info") as logs:
     logs.info("ours", number=1)
     logging.getLogger("library").warning("two\\nlines")
     try:
@@ -58,13 +57,9 @@ print("after", file=sys.stderr)
 """
 
 
-def lines_of(form: str) -> list[str]:
-    completed = subprocess.run([sys.executable, "-c", WRITER, form], capture_output=True, timeout=60, check=True)
-    return completed.stderr.decode(errors="replace").splitlines()
-
-
 def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
-    *lines, last = lines_of("json")
+    completed = subprocess.run([sys.executable, "-c", WRITER], capture_output=True, timeout=60, check=True)
+    *lines, last = completed.stderr.decode(errors="replace").splitlines()
     assert last == "after"
     records = [json.loads(line) for line in lines]
     # A thread logs the lines that bypass Python, perhaps between other lines.
@@ -87,14 +82,6 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     ]
     errors = ["ZeroDivisionError", "ValueError", "ZeroDivisionError"]
     assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[4:]] == errors
-
-
-def test_lines_in_the_console_format_are_plain_text() -> None:
-    *lines, last = lines_of("console")
-    assert last == "after"
-    (bad,) = [line for line in lines if "a.cc:1" in line]
-    assert re.fullmatch(r"\S+ \[error +\] bad +\[grpc\] source=a.cc:1 times=1", bad)
-    assert "ZeroDivisionError: division by zero" in lines
 
 
 def test_a_connection_without_tls_is_logged(start: Start, tmp_path: Path) -> None:
@@ -124,7 +111,7 @@ def test_lines_that_cannot_be_written_are_counted_and_reported(tmp_path: Path) -
     assert kept["event"] == "kept"
 
 
-@pytest.mark.parametrize("flags", [[], ["--workers", "2"], ["--log-format", "console"]])
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"]])
 def test_a_log_that_nobody_reads_blocks_neither_calls_nor_the_exit(torchless: dict[str, str], flags: list[str]) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--port", "0", *flags]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -190,7 +177,7 @@ def test_a_server_with_workers_warns_once(start: Start, tmp_path: Path) -> None:
 
 
 def test_logging_is_restored_after_the_server_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    with logging_all("info", "console"):
+    with logging_all("info"):
         pass
     logging.getLogger("library").warning("later")
     assert capsys.readouterr().err == "later\n"

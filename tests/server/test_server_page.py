@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 import re
 import socket
 import threading
@@ -119,16 +118,6 @@ def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
     with pytest.raises(InvalidInputError) as strange, shown(0, "nowhere.invalid"):
         pass
     assert str(strange.value).startswith("metrics-host: got 'nowhere.invalid' (")
-
-
-def test_a_socket_passed_by_systemd_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    handed = socket.create_server(("127.0.0.1", 0))
-    port = handed.getsockname()[1]
-    monkeypatch.setattr("mmpos_server.listening._FIRST", handed.detach())
-    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
-    with shown(1, "192.0.2.1") as result:
-        assert result == port
-        assert status(port, "/livez") == 200
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -18,7 +18,7 @@ from http2 import Connection, closed_at_once, message
 from serving import CHECK, LARGE, PLACE, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
 from waiting import eventually
 
-from mmpos_server import listening
+from mmpos_server import listening, transit
 from mmpos_server.testing import running
 
 REQUEST, LARGE_REQUEST, WAIT = (message(query(name)) for name in ("echo 1", "large", "wait"))
@@ -98,9 +98,12 @@ def test_headers_beyond_the_limit_are_refused_and_reach_no_method(serve: Serve) 
 # Messages that do not arrive
 
 
-def test_a_request_that_does_not_arrive_in_time_is_ended_and_logged(serve: Serve) -> None:
+def test_a_request_that_does_not_arrive_in_time_is_ended_and_logged(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transit, "RECEIVE_SECONDS", 0.2)
     logs = KeptLogs()
-    server = serve(connections={"receive_seconds": 0.2}, options={"logs": logs})
+    server = serve(options={"logs": logs})
     with Connection(server.address) as connection:
         for path in (PLACE, STREAM, CHECK, WATCH, REFLECTION):
             stream = connection.call(path)
@@ -144,6 +147,8 @@ def test_half_requests_hold_at_most_the_client_share(
         assert f"clients.max_share of {gate} for '127.0.0.1': got {share} of {share} in use".encode() in error
         assert status_of(other, path, message(b"") if path == CHECK else REQUEST) == "OK"
     assert eventually(lambda: not server.taken())
+    if path == PLACE:
+        assert server.metric("refused_total", method="Place", reason="clients.max_share") == 1
 
 
 # Answers that are not read
@@ -168,9 +173,12 @@ def test_unread_answers_hold_their_bytes_until_they_are_read(serve: Serve) -> No
 
 
 @pytest.mark.parametrize("path", [PLACE, STREAM])
-def test_a_client_that_does_not_read_an_answer_in_time_loses_its_call(serve: Serve, path: str) -> None:
+def test_a_client_that_does_not_read_an_answer_in_time_loses_its_call(
+    serve: Serve, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transit, "SEND_SECONDS", 0.2)
     logs = KeptLogs("warning")
-    server = serve(connections={"send_seconds": 0.2}, options={"logs": logs})
+    server = serve(options={"logs": logs})
     with Connection(server.address, window=0) as connection:
         stream = connection.call(path)
         connection.send(stream, LARGE_REQUEST if path == PLACE else message(b"\x12" + LARGE_REQUEST[6:]))
@@ -193,7 +201,7 @@ def test_a_stream_with_a_malformed_first_item_frees_the_memory_of_the_other_item
             connection.send(stream, item, end=False)
             assert connection.ended(stream)[0] == "INVALID_ARGUMENT"
 
-    server = serve(connections={"receive_seconds": 60.0})
+    server = serve()
     with Connection(server.address) as connection:
         send_malformed(connection, 100)
         before = resident()
@@ -294,7 +302,7 @@ def test_open_health_and_reflection_streams_are_limited(serve: Serve) -> None:
 
 
 def test_connections_beyond_the_limit_are_closed(serve: Serve) -> None:
-    address = serve(connections={"max_connections": 3}).address
+    address = serve(concurrency={"max_connections": 3}).address
     with Connection(address) as first, Connection(address) as second, Connection(address) as third:
         assert [status_of(connection, PLACE, REQUEST) for connection in (first, second, third)] == ["OK"] * 3
         assert closed_at_once(address)
@@ -309,8 +317,9 @@ def test_an_idle_connection_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_old_connection_is_closed_after_a_grace_period(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "GRACE_SECONDS", 0.2)
-    with Connection(serve(connections={"age_seconds": 0.2}).address) as connection:
+    for name in ("AGE_SECONDS", "GRACE_SECONDS"):
+        monkeypatch.setattr(listening, name, 0.2)
+    with Connection(serve().address) as connection:
         stream = connection.call(STREAM)
         connection.send(stream, REQUEST, end=False)
         assert connection.closed()

@@ -18,7 +18,7 @@ from mmpos import SegmentTable, Text, place
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError
 from mmpos_server.__main__ import main
-from mmpos_server.listening import Listen, Uds
+from mmpos_server.listening import Listen, bind_uds
 from mmpos_server.testing import running
 
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
@@ -37,68 +37,60 @@ def umask_0() -> Iterator[None]:
     os.umask(before)
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def mistake(uds: Uds) -> str:
+def mistake(uds: Path) -> str:
     with pytest.raises(InvalidInputError) as raised, running(listen=Listen(tcp=False, uds=uds)):
         pass
     return str(raised.value)
 
 
 @pytest.mark.usefixtures("umask_0")
-@pytest.mark.parametrize("requested", [0o600, 0o660, 0o666])
-def test_a_socket_has_the_requested_permissions_and_is_removed_at_exit(path: Path, requested: int) -> None:
-    with running(listen=Listen(tcp=False, uds=Uds(path, requested))) as address:
+def test_only_this_user_may_connect_to_a_socket_and_it_is_removed_at_exit(path: Path) -> None:
+    with running(listen=Listen(tcp=False, uds=path)) as address:
         assert address == f"unix:{path}"
-        assert mode(path) == requested
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with Client(address) as client:
             assert (client.place(SEGMENTS).dense() == place(SEGMENTS).dense()).all()
-        assert list(path.parent.iterdir()) == [path]
     assert list(path.parent.iterdir()) == []
+    assert os.umask(0) == 0
 
 
 @pytest.mark.usefixtures("umask_0")
-def test_no_other_user_can_reach_a_socket_before_its_permissions_are_set(path: Path) -> None:
+def test_no_other_user_may_connect_to_a_socket_from_the_moment_it_exists(path: Path) -> None:
     seen = []
     with socket.socket(socket.AF_UNIX) as server:
 
         def add(address: str) -> None:
             server.bind(address.removeprefix("unix:"))
-            server.listen()
-            (folder,) = path.parent.iterdir()
-            seen.extend([mode(folder), path.exists()])
+            seen.append(stat.S_IMODE(path.stat().st_mode))
 
-        Uds(path).listen(add)
-    assert seen == [0o700, False]
-    assert mode(path) == 0o600
+        bind_uds(path, add)
+    assert seen == [0o600]
 
 
 def test_a_port_and_a_socket_are_served_together(path: Path) -> None:
-    with running(listen=Listen(uds=Uds(path))) as address:
+    with running(listen=Listen(uds=path)) as address:
         for target in (address, f"unix:{path}"):
             with Client(target) as client:
                 assert client.healthy()
 
 
 def test_the_path_of_a_live_server_is_reported_as_in_use(path: Path) -> None:
-    with running(listen=Listen(tcp=False, uds=Uds(path))) as address, Client(address) as client:
-        assert mistake(Uds(path)) == f"uds: {path} is in use, want a free path"
+    with running(listen=Listen(tcp=False, uds=path)) as address, Client(address) as client:
+        assert mistake(path) == f"uds: {path} is in use, want a free path"
         assert client.healthy()
 
 
 def test_a_socket_that_does_not_refuse_connections_is_reported_as_in_use(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(str(path))
-        assert mistake(Uds(path)) == f"uds: {path} is in use, want a free path"
+        assert mistake(path) == f"uds: {path} is in use, want a free path"
         assert path.is_socket()
 
 
 def test_a_socket_that_nobody_listens_on_is_replaced(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    with running(listen=Listen(tcp=False, uds=Uds(path))) as address, Client(address) as client:
+    with running(listen=Listen(tcp=False, uds=path)) as address, Client(address) as client:
         assert client.healthy()
 
 
@@ -111,31 +103,18 @@ def test_any_other_file_at_the_path_is_left_unchanged(path: Path, kind: str) -> 
     else:
         path.symlink_to("elsewhere")
     before = path.lstat()
-    assert mistake(Uds(path)) == f"uds: {path} is not a socket, want a free path"
+    assert mistake(path) == f"uds: {path} is not a socket, want a free path"
     assert path.lstat() == before
-
-
-def test_the_socket_of_another_process_is_not_removed(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as other:
-        with running(listen=Listen(tcp=False, uds=Uds(path))):
-            path.unlink()
-            other.bind(str(path))
-        assert path.is_socket()
-    with running(listen=Listen(tcp=False, uds=Uds(path))):
-        path.unlink()
-    assert not path.exists()
 
 
 def test_an_impossible_path_is_refused(path: Path) -> None:
     missing = path.parent / "none" / "socket"
-    assert mistake(Uds(missing)) == f"uds: got {missing}, want a path in a folder that exists"
+    assert mistake(missing) == f"uds: got {missing}, want a path in a folder that exists"
     longest = path.parent / ("x" * (106 - len(str(path.parent))))
-    with running(listen=Listen(tcp=False, uds=Uds(longest))) as address, Client(address) as client:
+    with running(listen=Listen(tcp=False, uds=longest)) as address, Client(address) as client:
         assert client.healthy()
     long = Path(f"{longest}x")
-    with pytest.raises(InvalidInputError) as raised:
-        Uds(long)
-    assert str(raised.value) == f"uds: got a path of 108 bytes, want <= 107: {long}"
+    assert mistake(long) == f"uds: got a path of 108 bytes, want <= 107: {long}"
 
 
 def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +122,7 @@ def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypat
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     monkeypatch.setattr(Path, "lstat", closed)
-    assert mistake(Uds(path)) == f"uds: got {path} (Permission denied), want a path to listen on"
+    assert mistake(path) == f"uds: got {path} (Permission denied), want a path to listen on"
 
 
 @pytest.mark.parametrize(
@@ -153,16 +132,9 @@ def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypat
             ["--uds", "s", "--workers", "2"],
             "--uds cannot be combined with 2 workers: processes cannot share a unix socket",
         ),
-        (["--uds-mode", "0660"], "--uds-mode requires --uds"),
-        (["--uds", "s", "--uds-mode", "rw"], "--uds-mode: got 'rw', want octal digits such as 0660"),
-        (["--uds", "s", "--uds-mode", "4755"], "uds-mode: got 4755, want permissions from 0 to 777"),
         (
             ["--uds", "s", "--tls-cert", "c", "--tls-key", "k"],
             "tls-cert requires --port: a unix socket is never encrypted",
-        ),
-        (
-            ["--host", "0.0.0.0", "--token-file", "t"],
-            "token-file requires --tls-cert and --tls-key, or a loopback host; others could read the tokens on 0.0.0.0",
         ),
     ],
 )
@@ -175,13 +147,13 @@ def test_contradictory_flags_are_refused_in_one_line(
 
 @pytest.mark.slow
 def test_the_program_prints_its_addresses_and_removes_its_socket(path: Path) -> None:
-    command = [sys.executable, "-m", "mmpos_server", "--uds", str(path), "--uds-mode", "0620", "--port", "0"]
+    command = [sys.executable, "-m", "mmpos_server", "--uds", str(path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("mmpos_server listening on 127.0.0.1:")
             assert process.stdout.readline() == f"mmpos_server listening on unix:{path}\n"
-            assert mode(path) == 0o620
+            assert path.is_socket()
         finally:
             process.send_signal(signal.SIGTERM)
             rest, _ = process.communicate(timeout=60)

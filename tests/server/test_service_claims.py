@@ -119,11 +119,6 @@ PLACE: dict[str, Claim] = {
         LIMIT,
         "segments: got 1000000",
     ),
-    "a million segments in full": (
-        lambda: place(segments={"kind": [1] * 10**6, "height": [1] * 10**6, "width": [1] * 10**6}),
-        LIMIT,
-        "segments: got 1000000",
-    ),
     "a million times": (lambda: place(spans={"seconds_per_frame": [{}] * 10**6}), LIMIT, "images: got 1000000"),
     "a million times of videos": (
         lambda: ids([1], bytes(8), seconds_per_frame=[{}] * 10**6),

@@ -103,7 +103,6 @@ def build(part: bytes) -> Any:
 
 NO_TOKENS: Any = {"ids": {"dtype": 2, "shape": [2, 0]}}
 STRANGE: dict[str, tuple[str, Any, str]] = {
-    "no query": ("Position/Place", b"", "query: got none, want a PositionsQuery"),
     "an unknown source": (
         "Position/Place",
         positions_pb2.PlaceRequest(query=positions_pb2.PositionsQuery.FromString(UNKNOWN_FIELD)),

@@ -91,7 +91,7 @@ def test_a_full_disk_keeps_the_old_file_and_raises_an_error_with_the_path(
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [(["positions", "5000"], "a.npy"), (["plot", "ids", "5000"], "a.png"), (["plot", "growth"], "a.svg")],
+    [(["positions", "5000"], "a.npy"), (["plot", "ids", "5000"], "a.png"), (["plot", "ids", "5000"], "a.svg")],
 )
 def test_commands_report_in_one_line_that_they_cannot_write(
     tmp_path: Path,

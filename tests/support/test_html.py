@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.analysis.compare import measure
 from mmpos.analysis.diagnosis import diagnose
 from mmpos.cli import app
 from mmpos.errors import InvalidInputError
@@ -41,12 +40,6 @@ def test_a_diagnosis_shows_its_sentences_and_a_map() -> None:
     assert diagnose(place(SEGMENTS).dense(), SEGMENTS)._repr_html_() == (
         "<p>All 13 tokens of 2 documents have the ids of rope-tie.</p>\n"
     )
-
-
-def test_a_matrix_is_shown_as_a_table() -> None:
-    html = measure(["rope-tie", "mrope"])._repr_html_()
-    assert html.startswith("<table>")
-    assert "<td>mrope</td>" in html
 
 
 def test_a_map_draws_documents_with_differences_first() -> None:

@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import numpy as np
 
@@ -118,15 +118,13 @@ class Field:
 class RecordFormat(ABC):
     """Base class of formats: frozen dataclasses of options that return the pieces of a record in order."""
 
+    separator: ClassVar[str] = ""
+    """Text inserted between adjacent texts."""
+
     @property
     @abstractmethod
     def names(self) -> str:
         """Names of the fields that hold the pieces, for error messages."""
-
-    @property
-    def separator(self) -> str:
-        """Text inserted between adjacent texts."""
-        return ""
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():

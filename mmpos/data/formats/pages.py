@@ -8,7 +8,6 @@ from typing import ClassVar
 from mmpos.data.examples import Piece
 from mmpos.data.formats.fields import Field, RecordFormat
 from mmpos.data.formats.images import Images
-from mmpos.support.checks import one_of
 
 __all__ = ["MMC4", "Obelics"]
 
@@ -30,12 +29,11 @@ class Obelics(RecordFormat):
 
     Args:
         images: sources of the images, which OBELICS references by URL.
-        separator: text between adjacent texts; the default is the paragraph separator of OBELICS.
     """
 
     names: ClassVar[str] = "images, texts"
+    separator: ClassVar[str] = "\n\n"  # the paragraph separator of OBELICS
     images: Images = field(default_factory=Images)
-    separator: str = "\n\n"
 
     def _pieces(self, record: Field) -> list[Piece]:
         images, texts = record["images"].items(), record["texts"].items()
@@ -67,9 +65,7 @@ class MMC4(RecordFormat):
     """Format of MMC4; an image is placed before the sentence that it was matched to.
 
     ``text_list`` is a list of sentences and ``image_info`` a list of images, each with ``matched_text_index`` (index of
-    its sentence), ``matched_sim`` (CLIP similarity to the sentence), ``image_name`` and ``raw_url``. Images of the same
-    sentence keep the order of image_info. The shape of the optional ``similarity_matrix``, one row per image and one
-    column per sentence, is checked. No similarity is used.
+    its sentence) and ``image_name``. Images of a sentence keep the order of image_info. Similarities are not used.
 
     Source: the README in the repository allenai/mmc4; Zhu et al. 2023, arXiv:2304.06939.
 
@@ -80,38 +76,16 @@ class MMC4(RecordFormat):
 
     Args:
         images: sources of the images.
-        reference: field with the image reference, "image_name" or "raw_url".
-        separator: text between adjacent sentences.
     """
 
     names: ClassVar[str] = "text_list, image_info"
+    separator: ClassVar[str] = " "
     images: Images = field(default_factory=Images)
-    reference: str = "image_name"
-    separator: str = " "
-
-    def __post_init__(self) -> None:
-        one_of("reference", self.reference, ("image_name", "raw_url"))
-        super().__post_init__()
 
     def _pieces(self, record: Field) -> list[Piece]:
         sentences = [sentence.text() for sentence in record["text_list"].items()]
-        infos = record["image_info"].items()
-        _check_matrix(record["similarity_matrix"], len(infos), len(sentences))
         before: list[list[Piece]] = [[] for _ in sentences]
-        for info in infos:
+        for info in record["image_info"].items():
             index = info["matched_text_index"].index("text_list", len(sentences))
-            if info["matched_sim"].value is not None:
-                info["matched_sim"].number()
-            before[index].append(Piece(info[self.reference].image(self.images)))
+            before[index].append(Piece(info["image_name"].image(self.images)))
         return [piece for i, sentence in enumerate(sentences) for piece in (*before[i], Piece(sentence))]
-
-
-def _check_matrix(matrix: Field, rows: int, columns: int) -> None:
-    if matrix.value is None:
-        return
-    similarities = matrix.items()
-    if len(similarities) != rows:
-        raise matrix.error(f"{rows} as in image_info", got=f"{len(similarities)} rows")
-    for row in similarities:
-        if len(row.items()) != columns:
-            raise row.error(f"{columns} as in text_list", got=f"{len(row.items())} values")

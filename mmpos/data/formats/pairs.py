@@ -19,8 +19,8 @@ _EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif")
 class Pairs(RecordFormat):
     """Format of records with one image, identified by the extension of its member, followed by a caption.
 
-    The caption is the member ``txt`` (text, or UTF-8 bytes), or, if that is missing, a field of the member ``json`` (an
-    object, or JSON as text or bytes). It must not be empty. Other members are not read.
+    The caption is the member ``txt`` (text, or UTF-8 bytes), or, if that is missing, the field ``caption`` of ``json``
+    (an object, or JSON as text or bytes). It must not be empty. Other members are not read.
 
     Source: the WebDataset convention of ``key.extension`` members; captions as img2dataset writes them.
 
@@ -29,12 +29,10 @@ class Pairs(RecordFormat):
     [b'...', 'a cat']
 
     Args:
-        caption: name of the field of ``json`` that holds the caption.
         images: checks the image, which is given as bytes or decoded.
     """
 
     names: ClassVar[str] = "image, txt, json"
-    caption: str = "caption"
     images: Images = field(default_factory=Images)
 
     def _pieces(self, record: Field) -> list[Piece]:
@@ -52,7 +50,7 @@ class Pairs(RecordFormat):
                 raise Field(record.record, "txt, json", None).error("one of them", got="neither")
             if not isinstance(metadata.value, Mapping):
                 metadata = metadata.parsed("an object, or one as JSON")
-            caption = metadata[self.caption]
+            caption = metadata["caption"]
         text = caption.utf8()
         if not text:
             raise caption.error("a non-empty caption")
@@ -78,13 +76,12 @@ class HFImages(RecordFormat):
         image: name of the image column.
         text: name of the text column.
         images: sources of images whose bytes are null.
-        separator: text between adjacent texts.
     """
 
+    separator: ClassVar[str] = "\n"
     image: str = "image"
     text: str = "text"
     images: Images = field(default_factory=Images)
-    separator: str = "\n"
 
     @property
     def names(self) -> str:

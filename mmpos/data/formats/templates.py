@@ -98,7 +98,6 @@ class TokenizerTemplate:
 
     Args:
         tokenizer: a tokenizer with ``apply_chat_template``.
-        chat_template: Jinja template; None uses the tokenizer's own.
         arguments: template variables, such as ``{"enable_thinking": False}``.
 
     Raises:
@@ -106,19 +105,17 @@ class TokenizerTemplate:
     """
 
     tokenizer: Any = field(repr=False)
-    chat_template: str | None = field(default=None, repr=False)
     arguments: Mapping[str, object] = field(default_factory=dict)
+    chat_template: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
             got = type(self.tokenizer).__name__
             raise InvalidInputError(f"tokenizer: got {got}, want a Transformers tokenizer with a chat template")
-        if self.chat_template is None:
-            try:
-                own = self.tokenizer.get_chat_template()
-            except ValueError as error:
-                raise InvalidInputError(f"tokenizer: got {type(self.tokenizer).__name__}: {error}") from error
-            object.__setattr__(self, "chat_template", own)
+        try:
+            object.__setattr__(self, "chat_template", self.tokenizer.get_chat_template())
+        except ValueError as error:
+            raise InvalidInputError(f"tokenizer: got {type(self.tokenizer).__name__}: {error}") from error
 
     def pieces(self, turns: Iterable[tuple[Field, list[object]]]) -> list[Piece]:
         """Convert a conversation to pieces.

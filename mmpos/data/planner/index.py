@@ -165,8 +165,6 @@ class PlannedPacks:
     Args:
         path: path or URL of the index from ``write_index``.
         rank: the rank.
-        groups: maximum number of row groups of a shard held in memory. All row groups that one window of the plan uses
-            should fit, so that each is read once.
 
     Raises:
         InvalidInputError: the index or a shard is damaged, or has changed since planning; raised here or during
@@ -174,8 +172,8 @@ class PlannedPacks:
         OSError: a file cannot be opened; the error names the file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int, *, groups: int = 64) -> None:
-        self._path, self._groups = store_path("path", path), integer("groups", groups, minimum=1)
+    def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
+        self._path = store_path("path", path)
         with self._open() as file:
             facts = self._facts(file)
         self.ranks, self.microbatches, self.max_tokens, self.num_steps = (
@@ -247,7 +245,7 @@ class PlannedPacks:
                 raise InvalidInputError(f"{self._path}: got {got}, want {before}; the index has changed")
             name = row["shard"]
             if name not in shards:
-                shards[name] = SequenceShard(name).rows(self._groups)
+                shards[name] = SequenceShard(name).rows()
             if not 0 <= row["row"] < len(shards[name]):
                 got, want = f"row {row['row']} of {name}", f"one of its {len(shards[name])} rows"
                 raise InvalidInputError(f"{self._path}: got {got}, want {want}; the shard has changed")

@@ -137,7 +137,6 @@ def write_sequences(
     workers: int = 1,
     on_error: OnError = "raise",
     max_skipped: float = MAX_SKIPPED,
-    patches: bool = True,
     overwrite: bool = False,
     max_tokens: int = 8192,
     report: Callable[[Progress], None] | None = None,
@@ -160,7 +159,6 @@ def write_sequences(
             a file next to the output. Configuration errors always stop the run.
         max_skipped: largest fraction of the first 1,000 records of a worker that may be skipped, 0 to 1; until a worker
             has read that many, the fraction is also checked at the end of each part. Ten records may always be skipped.
-        patches: whether to store pixels.
         overwrite: whether to replace outputs made from other inputs or with other settings, instead of failing.
         max_tokens: capacity of the packs for the fill rate in the summary.
         report: called with the progress about ten times a second, and at the end.
@@ -175,7 +173,7 @@ def write_sequences(
     workers = integer("workers", workers, minimum=1)
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     boolean("overwrite", overwrite)
-    job = ShardJob(preprocess, on_error, patches, max_skipped)
+    job = ShardJob(preprocess, on_error, max_skipped)
     output = store_path("folder", folder)
     tasks, begin = _tasks(readers, output), time.monotonic()
     with _locked(output):

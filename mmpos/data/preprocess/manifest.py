@@ -220,9 +220,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def sequence_shards(
-    folder: str | os.PathLike[str], preprocess: MakeExample | None = None, *, patches: bool = True
-) -> list[SequenceShard]:
+def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | None = None) -> list[SequenceShard]:
     """Open a folder of sequences written by ``write_sequences`` or ``mmpos preprocess``, using its manifest.
 
     The folder is listed once; rows and settings of a file are checked when the file is read.
@@ -230,7 +228,6 @@ def sequence_shards(
     Args:
         folder: path or URL.
         preprocess: callable that the sequences must have been made with; None accepts any.
-        patches: whether pixels must have been stored; used only with preprocess.
 
     Returns:
         the shards, sorted by the name of their input and, within an input, by the order of its records.
@@ -244,7 +241,7 @@ def sequence_shards(
         raise InvalidInputError(
             f"folder: got {str(where)!r} without {_NAME}, want a folder written by mmpos preprocess"
         )
-    if preprocess is not None and (other := differences(manifest.settings, describe_job(preprocess, patches))):
+    if preprocess is not None and (other := differences(manifest.settings, describe_job(preprocess))):
         raise InvalidInputError(f"{path}: settings: got {', and '.join(other)}")
     names = {file.name for file in where.glob("*.parquet")}
     opened = []

@@ -22,8 +22,8 @@ def describe(settings: Mapping[str, object]) -> dict[str, object]:
     """Describe settings as a flat mapping from path to value; equal settings give equal mappings on every machine.
 
     >>> from mmpos.schemes import RopeTie
-    >>> describe({"scheme": RopeTie(axes=3), "patches": True})
-    {'scheme': 'mmpos.schemes.tie.RopeTie', 'scheme.axes': 3, 'patches': True}
+    >>> describe({"scheme": RopeTie(axes=3), "part_bytes": 64})
+    {'scheme': 'mmpos.schemes.tie.RopeTie', 'scheme.axes': 3, 'part_bytes': 64}
 
     Args:
         settings: settings by name: frozen dataclasses, their fields, and functions. Functions are compared only by

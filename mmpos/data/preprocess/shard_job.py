@@ -217,24 +217,21 @@ class ShardJob:
         preprocess: converts a record to an example: a Preprocess, or a callable with the same arguments and errors.
         on_error: "raise" stops the job at an unusable record; "skip" counts the record and writes it to a quarantine
             file next to the output.
-        patches: whether to store pixels; without them, images are still decoded, so that content hashes and the
-            refused records stay the same.
         max_skipped: largest fraction of the first 1,000 records of a process that may be skipped; until a process has
             read that many, the fraction is also checked at the end of each part.
     """
 
     preprocess: MakeExample
     on_error: OnError = "raise"
-    patches: bool = True
     max_skipped: float = MAX_SKIPPED
     stage: Stage = field(init=False, repr=False, compare=False)
     limit: SkipLimit = field(init=False, repr=False, compare=False)
     settings: Mapping[str, object] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stage", Stage(self.preprocess, self.patches))
+        object.__setattr__(self, "stage", Stage(self.preprocess))
         one_of("on_error", self.on_error, ("raise", "skip"))
-        object.__setattr__(self, "settings", describe_job(self.preprocess, self.patches))
+        object.__setattr__(self, "settings", describe_job(self.preprocess))
         object.__setattr__(self, "limit", SkipLimit(self.max_skipped))
 
     def run(self, task: Task) -> Generator[Step, None, None]:
@@ -298,9 +295,9 @@ class ShardJob:
         return Counts(1, example.num_tokens, images, images_dropped=dropped)
 
 
-def describe_job(preprocess: MakeExample, patches: bool) -> dict[str, object]:
+def describe_job(preprocess: MakeExample) -> dict[str, object]:
     """Describe the settings that determine the outputs."""
-    return describe({"preprocess": preprocess, "patches": patches, "part_bytes": PART_BYTES})
+    return describe({"preprocess": preprocess, "part_bytes": PART_BYTES})
 
 
 def _write_lines(path: StorePath, lines: Sequence[Line]) -> None:

@@ -46,6 +46,7 @@ GROUP_BYTES = 32 * 2**20
 GROUP_ROWS = 1024
 """Maximum number of examples in a row group."""
 
+_HELD_GROUPS = 64  # row groups in memory for random access; all that one window of a plan uses should fit
 _MAX_VALUE = 2**31 - 1  # maximum size in bytes of one value in a Parquet column
 _PATCHES = ("uint8", "float32")
 _IDS = pa.list_(pa.int64())
@@ -313,10 +314,10 @@ class SequenceShard:
         for index, example in self._rows(start, step):
             yield Location(self.source, index), example if isinstance(example, RecordError) else {"example": example}
 
-    def rows(self, groups: int) -> SequenceRows:
-        """Open the file for random access, with at most this many row groups in memory; see SequenceRows."""
+    def rows(self) -> SequenceRows:
+        """Open the file for random access; see SequenceRows."""
         file = self._open()
-        return SequenceRows(self, file, self._footer(file)["axes"], groups)
+        return SequenceRows(self, file, self._footer(file)["axes"])
 
     def _rows(self, start: int, step: int) -> Iterator[tuple[int, Example | RecordError]]:
         start, step = stride(start, step)
@@ -381,11 +382,10 @@ class SequenceRows:
         shard: the shard.
         file: its open file.
         axes: number of axes of its positions.
-        groups: maximum number of row groups in memory.
     """
 
-    def __init__(self, shard: SequenceShard, file: parquet.ParquetFile, axes: int, groups: int) -> None:
-        self._shard, self._file, self._axes, self._capacity = shard, file, axes, groups
+    def __init__(self, shard: SequenceShard, file: parquet.ParquetFile, axes: int) -> None:
+        self._shard, self._file, self._axes = shard, file, axes
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._groups = OrderedDict[int, pa.Table | Exception]()
@@ -404,7 +404,7 @@ class SequenceRows:
         group = int(self._ends.searchsorted(row, side="right"))
         if group not in self._groups:
             self._groups[group] = self._shard.group(self._file, group)
-            while len(self._groups) > self._capacity:
+            while len(self._groups) > _HELD_GROUPS:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(group)
         first = int(self._ends[group]) - self._file.metadata.row_group(group).num_rows

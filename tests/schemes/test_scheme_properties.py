@@ -1,0 +1,108 @@
+"""Properties of schemes: measured ones equal those that follow from the formulas, and docs/compare.md shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+from scheme_properties import MARKS, PAGE, Row, every_scheme, measure, table
+
+from mmpos import Grid
+from mmpos.positions.place import ids_consumed
+from mmpos.schemes import LatentScheme, RopeTieV2
+
+# Derived from the formulas of the schemes, for h×w patches between the text ids L and K:
+# symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does; v2pe
+#   continues at the next integer; videorope's middle is c for odd sides only; rows of a reset are near 0, as are all
+#   axes of xd-rope but one, and the rows of qwen-image-2.1 around 0. In bagel, an image of any size has one id.
+# unique: a vision encoder counts every grid from 0, and so does xd-rope without its token axis; ⌊t·¼·2⌋ and ⌊t·25/30⌋
+#   of tmrope give two frames one id.
+# delta 0: ids consumed minus patches; rows and grid-2d have no next position.
+# Ids of h×w: (h+1)(w+1)−1, hw, hw, lcm(h+1, w+1)−1, hw, max(h, w), ⌈hw/4⌉, 1, h+w−1; in three axes with f = 1
+#   2(h+1)(w+1)−1, hw, hw, lcm(2, h+1, w+1)−1.
+# The last mark, prefix-stable: another frame changes the strides, or the centre, of three-axis ties.
+SCHEMES = """
+    rope-tie                     ✓✓✓✗✓ 624 1153 ✓
+    rope-tie-fractional          ✓✓✓✓✗ 576 576 ✓
+    rope-tie-v2                  ✓✓✓✓✗ 576 576 ✓
+    rope-tie-lcm                 ✓✓✓✗✓ 24 1153 ✓
+    flatten                      ✓✓✓✓✓ 576 576 ✓
+    rows                         ✗✗✓–✓ – – ✓
+    naive-2d                     ✓✗✓✗✓ 24 576 ✓
+    grid-2d                      ––✗–✓ – – ✓
+    mrope                        ✓✗✓✗✓ 24 576 ✓
+    mrope-transformers           ✓✗✓✗✓ 24 576 ✓
+    mrope-qwen2.5                ✓✗✗✗✓ 24 576 ✓
+    mrope-qwen3                  ✓✗✓✗✓ 24 576 ✓
+    mrope-interleave-reset       ✓✗✓✗✓ 24 576 ✓
+    mrope-canvas                 ✓✗✓✗✓ 25 577 ✓
+    tmrope                       ✓✗✗✗✓ 24 576 ✓
+    tmrope-qwen3                 ✓✗✓✗✗ 24 576 ✓
+    v2pe                         ✓✗✓✗✗ 144 144 ✓
+    videorope                    ✓✗✓✗✓ 1 1 ✓
+    vrope                        ✓✓✓✗✓ 47 576 ✓
+    xd-rope                      ✓✗✓✓✓ 576 576 ✓
+    qwen-image-2.1               ✓✗✓✗✓ 24 576 ✓
+    bagel                        ✓✓✗✗✓ 1 1 ✓
+    omnigen2                     ✓✗✓✗✓ 24 576 ✓
+    rope-tie(axes=3)             ✓✓✓✗✓ 1249 2307 ✗
+    rope-tie-fractional(axes=3)  ✓✓✓✓✗ 576 576 ✗
+    rope-tie-v2(axes=3)          ✓✓✓✓✗ 576 576 ✗
+    rope-tie-lcm(axes=3)         ✓✓✓✗✓ 49 1153 ✗
+    grid-2d(axes=3)              ––✗–✓ – – ✓
+    xd-rope(axes=3)              ✓✗✗✓✓ 576 576 ✓
+"""
+VALUES = {mark: value for value, mark in MARKS.items()}
+
+
+@cache
+def measured() -> Mapping[str, Row]:
+    """Measure every scheme."""
+    return {scheme.label: measure(scheme) for scheme in every_scheme()}
+
+
+def by_hand(marks: str, square: str, strip: str, stable: str) -> Row:
+    """Read a row of SCHEMES."""
+    return (
+        *(VALUES[mark] for mark in marks),
+        *(None if count == "–" else int(count) for count in (square, strip)),
+        VALUES[stable],
+    )
+
+
+def test_every_scheme_has_the_properties_that_follow_from_its_formula() -> None:
+    rows = {name: by_hand(*row) for name, *row in map(str.split, SCHEMES.strip().splitlines())}
+    assert {scheme.label for scheme in every_scheme() if not isinstance(scheme, LatentScheme)} == set(rows)
+    assert {name: measured()[name] for name in rows} == rows
+
+
+def test_grids_of_generative_models_ignore_the_text_around_them_and_have_stable_ids() -> None:
+    rows = {scheme.label: measured()[scheme.label] for scheme in every_scheme() if isinstance(scheme, LatentScheme)}
+    assert {(symmetric, delta, stable) for _, symmetric, _, delta, *_, stable in rows.values()} == {
+        (False, None, True),
+        (None, None, True),
+    }
+
+
+def test_rounding_makes_ids_whole_and_loses_the_symmetry() -> None:
+    _, symmetric, unique, _, integer, *_ = measure(RopeTieV2(rounding="floor"))
+    assert (symmetric, unique, integer) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ids"),
+    [
+        ("rope-tie", [4224, 16640]),
+        ("rope-tie-fractional", [4096, 16384]),
+        ("rope-tie-v2", [4096, 16384]),
+        ("rope-tie-lcm", [64, 128]),
+        ("mrope", [64, 128]),
+    ],
+)
+def test_ids_of_large_squares_match_the_specification(scheme: str, ids: list[int]) -> None:
+    assert ids_consumed(scheme, [Grid(64, 64), Grid(128, 128)]).tolist() == ids
+
+
+def test_the_page_shows_the_measured_properties() -> None:
+    assert f"<!-- properties -->\n{table()}<!-- /properties -->\n" in PAGE.read_text(encoding="utf-8")

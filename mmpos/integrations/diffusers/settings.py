@@ -114,16 +114,19 @@ class TransformerSettings:
             raise LimitExceededError(f"documents[{d}]: got {got}, want {want}")
 
 
-def from_diffusers(config: object) -> TransformerSettings:
+def from_diffusers(config: object, pipeline: object = None) -> TransformerSettings:
     """Read the scheme and the rotation of a diffusers transformer from its config.
 
     Args:
         config: the contents of its config.json as a mapping, the path of that file or its folder, or the transformer
             itself (or any object with a ``config`` and the same class name).
+        pipeline: class name of the pipeline, or the pipeline itself; required if pipelines of the transformer compute
+            different ids, else None.
 
     Raises:
         UnsupportedError: the class is unknown, or no scheme computes its positions; the message gives the reason.
-        InvalidInputError: a field is missing or contradicts another, or a file cannot be read.
+        InvalidInputError: a field is missing or contradicts another, a file cannot be read, or the pipeline is missing,
+            unknown or not needed.
     """
     values = _values(config)
     name = values.get("_class_name")
@@ -133,7 +136,25 @@ def from_diffusers(config: object) -> TransformerSettings:
         raise UnsupportedError(f"config._class_name: got {name!r}, which is not supported: {REFUSED[name]}")
     if name not in TRANSFORMERS:
         raise UnsupportedError(f"config._class_name: got {name!r}, want one of {', '.join(sorted(TRANSFORMERS))}")
-    return TransformerSettings(name, **TRANSFORMERS[name](TransformerConfig(values)))
+    settings = TRANSFORMERS[name](TransformerConfig(values))
+    settings["scheme"] = _scheme(name, settings["scheme"], pipeline)
+    return TransformerSettings(name, **settings)
+
+
+def _scheme(name: str, schemes: Scheme | Mapping[str, Scheme | str], pipeline: object) -> Scheme:
+    """Return the scheme of a transformer's pipeline."""
+    got = pipeline if pipeline is None or isinstance(pipeline, str) else type(pipeline).__name__
+    if isinstance(schemes, Scheme):
+        if got is not None:
+            raise InvalidInputError(f"pipeline: got {got!r}, want None, since all pipelines of {name} use the same ids")
+        return schemes
+    scheme = schemes.get(str(got))
+    if scheme is None:
+        want = f"one of {', '.join(sorted(schemes))}, since pipelines of {name} use different ids"
+        raise InvalidInputError(f"pipeline: got {got!r}, want {want}")
+    if isinstance(scheme, str):
+        raise UnsupportedError(f"pipeline: got {got!r}, which is not supported: {scheme}")
+    return scheme
 
 
 def _values(config: object) -> Mapping[str, Any]:

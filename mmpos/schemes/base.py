@@ -33,6 +33,7 @@ class Grids:
         extra_tokens: (grids,) audio tokens of a clip, or tokens after a thumbnail or a tile; None if ``kind`` is None.
         unit: (grids,) denominator of the cursor, the same for all grids of a document; None if cursors are integers.
         text_tokens: (grids,) tokens of text and audio in the grid's document; None if the grids have no documents.
+        first_frame: (grids,) frame at which each grid begins; 0 if all begin at frame 0.
     """
 
     extents: IntArray
@@ -44,6 +45,7 @@ class Grids:
     extra_tokens: IntArray | None = None
     unit: IntArray | None = None
     text_tokens: IntArray | None = None
+    first_frame: IntArray | int = 0
 
     @property
     def frames(self) -> IntArray:
@@ -198,6 +200,10 @@ class Scheme(ABC):
     """Whether documents may hold audio, which is placed like text."""
     timed: bool = True
     """Whether ids may depend on the times of frames."""
+    keyframes: bool = False
+    """Whether grids may name the frame at which they begin."""
+    references: bool = True
+    """Whether documents may hold several grids that name no first frame."""
     row_separators: bool = False
     """Whether the rows of a grid may end in a separator token."""
     kinds: frozenset[int] = frozenset()

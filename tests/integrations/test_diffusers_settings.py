@@ -160,7 +160,7 @@ def test_a_pipeline_is_required_if_and_only_if_the_ids_depend_on_it() -> None:
         ("Kandinsky5Transformer3DModel", "Kandinsky5"),
     ):
         taking = (text for text in modules if f"transformer: {name}" in text)
-        of_diffusers = {found for text in taking for found in re.findall(r"^class (\w+Pipeline)\(", text, re.M)}
+        of_diffusers = {one for text in taking for one in re.findall(r"^class (\w+Pipeline)\(", text, re.M)}
         with pytest.raises(InvalidInputError, match=r"^pipeline: got None, want one of ") as error:
             from_diffusers({"_class_name": name})
         listed = {one for one in re.findall(r"\w+Pipeline", str(error.value)) if "Modular" not in one}

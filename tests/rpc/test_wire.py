@@ -55,6 +55,7 @@ from mmpos.schemes import (
     XDRope,
 )
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
+from mmpos.segments.kinds import Segment
 
 M = TypeVar("M", bound=Message)
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Grid(4, 4), Text(1)]])
@@ -104,10 +105,12 @@ def test_every_kind_of_segment_survives_the_round_trip_with_its_extra_tokens() -
     positions.put_segments(message, KINDS)
     assert list(message.extra_tokens) == [5, 0, 2]
     assert fields(positions.get_segments("segments", round_trip(message))) == fields(KINDS)
-    bare = SegmentTable.from_documents([[Thumbnail(1, 2)]])
-    message = table_pb2.SegmentTable()
-    positions.put_segments(message, bare)
-    assert fields(positions.get_segments("segments", round_trip(message))) == fields(bare)
+    keyframes: list[Segment] = [Grid(1, 2, first_frame=0), Grid(1, 1), Text(1), Grid(1, 1, first_frame=-(2**31) + 1)]
+    for bare in (SegmentTable.from_documents([[Thumbnail(1, 2)]]), SegmentTable.from_documents([keyframes])):
+        message = table_pb2.SegmentTable()
+        positions.put_segments(message, bare)
+        assert fields(positions.get_segments("segments", round_trip(message))) == fields(bare)
+    assert (list(message.first_frame_segments), list(message.first_frames)) == ([0, 3], [0, -(2**31) + 1])
 
 
 SCHEME_OBJECTS: list[Scheme] = [
@@ -267,6 +270,9 @@ def segments(**fields: Any) -> Callable[[], object]:
     return lambda: positions.get_segments("segments", table_pb2.SegmentTable(**fields))
 
 
+ONE_GRID: dict[str, Any] = {"kind": [2], "height": [1], "width": [2], "segments_per_document": [1]}
+
+
 def part(**fields: Any) -> Callable[[], object]:
     return lambda: sequences.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
 
@@ -324,6 +330,22 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (
         segments(kind=[1, 5], height=[1, 1], width=[2, 2], segments_per_document=[2], extra_tokens=[1, 0]),
         "segments.extra_tokens: got 2 numbers, want 1, one for each clip, thumbnail and tile",
+    ),
+    (
+        segments(**ONE_GRID, first_frame_segments=[0]),
+        "segments.first_frames: got 0 numbers, want 1, one for each of first_frame_segments",
+    ),
+    (
+        segments(**ONE_GRID, first_frame_segments=[1], first_frames=[0]),
+        "segments.first_frame_segments[0]: got 1, want <= 0",
+    ),
+    (
+        segments(**ONE_GRID, first_frame_segments=[0, 0], first_frames=[1, 2]),
+        "segments.first_frame_segments: got [0, 0], want ascending indices",
+    ),
+    (
+        segments(**ONE_GRID, first_frame_segments=[0], first_frames=[-(2**31)]),
+        "segments.first_frames[0]: got -2147483648, want >= -2147483647",
     ),
     (
         segments(kind=[5], height=[1], width=[2], segments_per_document=[1], extra_tokens=[0]),

@@ -58,7 +58,15 @@ class TransformerSettings:
             got, want = counted(self.rotary.axes, "axis"), self.scheme.axes
             raise InvalidInputError(f"rotary: got {got}, want {want} for scheme {self.scheme.name!r}")
 
-    def grid(self, height: int, width: int, *, frames: int = 1, fps: float | Fraction | None = None) -> Grid:
+    def grid(
+        self,
+        height: int,
+        width: int,
+        *,
+        frames: int = 1,
+        fps: float | Fraction | None = None,
+        first_frame: int | None = None,
+    ) -> Grid:
         """Return the token grid of an image or a video whose size is given in latents.
 
         Args:
@@ -67,6 +75,7 @@ class TransformerSettings:
             frames: frames of latents.
             fps: frames per second of the video, an integer or a Fraction, for schemes that place frames in time; None
                 uses the default of the scheme.
+            first_frame: see ``Grid``.
 
         Raises:
             InvalidInputError: a size is not a multiple of the patch, or fps is not exact.
@@ -82,7 +91,7 @@ class TransformerSettings:
             sizes.append(size // side)
         whole = isinstance(fps, float) and fps.is_integer()
         seconds = None if fps is None else 1 / Fraction(checked_rate("fps", int(fps) if whole else fps))
-        return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds)
+        return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds, first_frame=first_frame)
 
     def place(self, documents: SegmentTable | Sequence[Sequence[Any]]) -> PositionTable:
         """Compute positions for documents, each a text with its images; check the ids against the transformer's tables.

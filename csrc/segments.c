@@ -65,7 +65,7 @@ static int is_attribute(PyObject *object, PyObject *name, PyObject *wanted) {
 /* Classes of parts, and the names of their attributes. */
 typedef struct {
     PyObject *text, *audio, *grid;
-    PyObject *length, *frames, *height, *width, *row_separator, *seconds_per_frame;
+    PyObject *length, *frames, *height, *width, *row_separator, *seconds_per_frame, *first_frame;
 } Names;
 
 static int put_part(Shape *shape, int64_t at, PyObject *part, const Names *names) {
@@ -76,7 +76,7 @@ static int put_part(Shape *shape, int64_t at, PyObject *part, const Names *names
         return tokens_of(1, 1, length, 0) > 0;
     }
     if (type != names->grid || !is_attribute(part, names->row_separator, Py_False) ||
-        !is_attribute(part, names->seconds_per_frame, Py_None)) {
+        !is_attribute(part, names->seconds_per_frame, Py_None) || !is_attribute(part, names->first_frame, Py_None)) {
         return 0;
     }
     int64_t frames = int_attribute(part, names->frames), height = int_attribute(part, names->height);
@@ -117,8 +117,8 @@ static int put_documents(Shape *shape, PyObject *documents, int64_t count, const
  * documents: list of lists of Text, Audio and plain Grid; names: their attribute names, in the order of Names. */
 PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    if (count != 5 || !PyTuple_Check(args[4]) || PyTuple_Size(args[4]) != 6) {
-        return PyErr_Format(PyExc_TypeError, "documents takes documents, three classes and six names");
+    if (count != 5 || !PyTuple_Check(args[4]) || PyTuple_Size(args[4]) != 7) {
+        return PyErr_Format(PyExc_TypeError, "documents takes documents, three classes and seven names");
     }
     int64_t num_documents = length_of(args[0]), segments = 0;
     for (int64_t d = 0; d < num_documents; d++) {
@@ -134,11 +134,11 @@ PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t cou
         PyErr_Clear();
         Py_RETURN_NONE;
     }
-    PyObject *field[6];
-    for (int i = 0; i < 6; i++) {
+    PyObject *field[7];
+    for (int i = 0; i < 7; i++) {
         field[i] = PyTuple_GetItem(args[4], i);
     }
-    Names names = {args[1], args[2], args[3], field[0], field[1], field[2], field[3], field[4], field[5]};
+    Names names = {args[1], args[2], args[3], field[0], field[1], field[2], field[3], field[4], field[5], field[6]};
     Shape shape;
     PyObject *result = NULL;
     if (new_shape(&shape, segments, num_documents)) {

@@ -89,7 +89,7 @@ PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t coun
 }
 
 /* Fields of a message of segments; Python reads messages that have SECONDS or a later field. */
-enum { KINDS, FRAMES, HEIGHTS, WIDTHS, PER_DOCUMENT, SECONDS, SEGMENT_FIELDS = 8 };
+enum { KINDS, FRAMES, HEIGHTS, WIDTHS, PER_DOCUMENT, SECONDS, SEGMENT_FIELDS = 10 };
 
 /* Write the kinds of segments, counted from 1 in messages, as bytes counted from 0; return 0 if one does not fit. */
 static int unpack_kinds(const Span *span, char *out) {
@@ -104,10 +104,10 @@ static int unpack_kinds(const Span *span, char *out) {
 
 /* segments(raw) -> (kind, extents, segment_offsets) as bytes, or None.
  *
- * raw: a message of segments as an encoder writes it, without times, separators and extra tokens. The arrays must then
+ * raw: a message of segments as an encoder writes it, with its first five fields alone. The arrays must then
  * be checked with `sound`. */
 PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    static const uint8_t numbers[SEGMENT_FIELDS] = {1, 2, 3, 4, 5, 6, 7, 8};
+    static const uint8_t numbers[SEGMENT_FIELDS] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
     Buffers buffers;
     Span found[SEGMENT_FIELDS] = {{NULL, NULL}};
     int64_t sizes[SEGMENT_FIELDS];

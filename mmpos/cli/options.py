@@ -198,7 +198,7 @@ def read_specs(arguments: Sequence[str]) -> Specs:
     """Read the documents that command-line arguments name, in order, and the scheme in JSON files.
 
     >>> read_specs(["3,2x3"]).documents
-    [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None)]]
+    [[Text(length=3), Grid(height=2, width=3, frames=1, row_separator=False, seconds_per_frame=None, first_frame=None)]]
 
     Args:
         arguments: each is a spec (one document), a .json file (several documents), an image file (one document: a
@@ -313,6 +313,9 @@ def _json(path: str, data: bytes) -> Specs:
     return Specs(segments, scheme)
 
 
+_OF_GRID = {"row_separator", "seconds_per_frame", "first_frame"}
+
+
 def read_part(name: str, part: Any) -> Segment:
     """Read a part of a JSON file, such as ``{"grid": [2, 3]}``; errors begin with the name."""
     names: dict[str, Any] = part if isinstance(part, dict) else {}
@@ -328,7 +331,7 @@ def read_part(name: str, part: Any) -> Segment:
             return _named(name, Thumbnail, height, width, **after)
         case {"tile": [height, width], **after} if after.keys() <= {"tokens_after"}:
             return _named(name, Tile, height, width, **after)
-        case {"grid": sides, **options} if options.keys() <= {"row_separator", "seconds_per_frame"}:
+        case {"grid": sides, **options} if options.keys() <= _OF_GRID:
             if not isinstance(options.get("row_separator", False), bool):
                 raise InvalidInputError(f"{name}.row_separator: got {options['row_separator']!r}, want true or false")
             if not isinstance(sides, list) or len(sides) not in (2, 3):
@@ -360,6 +363,8 @@ def _part_to_json(part: Segment) -> dict[str, object]:
         written["row_separator"] = True
     if part.seconds_per_frame is not None:
         written["seconds_per_frame"] = float(part.seconds_per_frame)
+    if isinstance(part, Grid) and part.first_frame is not None:
+        written["first_frame"] = part.first_frame
     return written
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
-from mmpos.segments.kinds import AUDIO, TEXT
+from mmpos.segments.kinds import AUDIO, NO_FRAME, TEXT
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder, is_ids
 from mmpos.support.checks import IntArray, boolean, integer, naming, one_of
@@ -339,11 +339,14 @@ def _segments(table: SegmentTable, start: int, stop: int) -> SegmentTable:
         kind=None if only_grids else table.kind[kept],
         extra_tokens=None if table.extra_tokens is None else table.extra_tokens[kept],
     )
-    if table.seconds_per_frame is None or not table.seconds_per_frame[0, kept].any():
-        return segments
-    seconds = np.array([[0], [1]]).repeat(segments.kind.size, axis=1)
-    seconds[:, segments.kind != TEXT] = table.seconds_per_frame[:, kept]
-    return replace(segments, seconds_per_frame=seconds)
+    seconds = first = None
+    if table.seconds_per_frame is not None and table.seconds_per_frame[0, kept].any():
+        seconds = np.array([[0], [1]]).repeat(segments.kind.size, axis=1)
+        seconds[:, segments.kind != TEXT] = table.seconds_per_frame[:, kept]
+    if table.first_frame is not None:
+        first = np.full(segments.kind.size, NO_FRAME, np.int64)
+        first[segments.kind != TEXT] = table.first_frame[kept]
+    return replace(segments, seconds_per_frame=seconds, first_frame=first)
 
 
 def _patches(sequence: InterleavedSequence, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.generic] | None:

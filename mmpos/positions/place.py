@@ -26,7 +26,7 @@ from mmpos.positions.table_rows import (
     id_bounds,
 )
 from mmpos.schemes import Grids, Placement, Scheme, TextRuns, get_scheme
-from mmpos.segments.kinds import AUDIO, CLIP, GRID, NOUNS, PAD, TEXT, THUMBNAIL, Grid, Text
+from mmpos.segments.kinds import AUDIO, CLIP, GRID, NO_FRAME, NOUNS, PAD, TEXT, THUMBNAIL, Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, INT32_MIN, IntArray, boolean, per_document
@@ -62,7 +62,8 @@ def place(
     Raises:
         InvalidInputError: the scheme or the start is invalid, grids touch against the scheme's rule, or a grid lacks
             the seconds_per_frame on which the scheme's ids depend.
-        UnsupportedError: the scheme does not support a segment or a part of it, such as frames or row separators.
+        UnsupportedError: the scheme does not support a segment or a part of it, such as frames, row separators,
+            first frames or several grids in a document.
         LimitExceededError: an id or a next position is outside int32, or a denominator is 2**31 or more.
     """
     scheme = get_scheme(scheme)
@@ -108,6 +109,21 @@ def _check_scheme(scheme: Scheme, segments: SegmentTable, split: TextsAndGrids, 
         _refuse(scheme, segments, segments.extents[0] > 1, "a grid with frames", want)
     if not scheme.row_separators and segments.row_separator is not None:
         _refuse(scheme, segments, segments.row_separator, "a grid with row separators", "none")
+    _check_first_frames(scheme, segments, split.document)
+
+
+def _check_first_frames(scheme: Scheme, segments: SegmentTable, document: IntArray) -> None:
+    """Raise an error for the first grid that may not name its first frame, or that must name it."""
+    silent = segments.kind == GRID
+    if segments.first_frame is not None:
+        silent &= segments.first_frame == NO_FRAME
+        if not scheme.keyframes:
+            _refuse(scheme, segments, segments.first_frame != NO_FRAME, "a grid with a first_frame", "none")
+    if not scheme.references:
+        before = silent.cumsum() - silent
+        second = silent & (before > before[segments.segment_offsets[document]])
+        want = "one grid per document" + ", or first_frame for the others" * scheme.keyframes
+        _refuse(scheme, segments, second, "another grid", want)
 
 
 def _check_touching(scheme: Scheme, segments: SegmentTable) -> None:
@@ -241,10 +257,14 @@ def _grids(
     """Select the grids for schemes; start and text are the (documents,) first ids and numbers of text tokens."""
     separators, seconds, extra = segments.row_separator, segments.seconds_per_frame, segments.extra_tokens
     separator = None if separators is None else separators[grid]
+    named = None if segments.first_frame is None else segments.first_frame[grid]
+    first = 0 if named is None else np.where(named == NO_FRAME, 0, named)
     time = None if seconds is None else seconds[:, grid]
     owner, kind = document[grid], segments.kind[grid]
     number = grid - segments.segment_offsets[owner]
-    grids = Grids(extents, start[owner], owner, separator, time, text_tokens=text[owner], segment=number)
+    grids = Grids(
+        extents, start[owner], owner, separator, time, text_tokens=text[owner], segment=number, first_frame=first
+    )
     if kind.max(initial=GRID) == GRID:
         return grids
     extra = np.zeros(grid.size, np.int64) if extra is None else extra[grid]

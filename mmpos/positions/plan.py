@@ -24,8 +24,8 @@ MAX_SHAPES = 4096
 
 _SHAPE, _ROW, _PER_AXIS = 4, 8, 8
 """Number of values per shape, per row before its axes, and per axis, as in csrc/plan.c."""
-_CLEARED, _PER_TEXT = 6, 4
-"""Indices of two of these columns: the first in a row, the second among the columns of an axis."""
+_CLEARED, _PER_NUMBER, _PER_TEXT = 6, 3, 4
+"""Indices of three of these columns: the first in a row, the others among the columns of an axis."""
 
 _ANY_CLEARS, _ANY_COUNTS = 1, 2
 """Flags in the row of text: whether any grid keeps ids free before text, and whether any grid counts the text."""
@@ -55,6 +55,8 @@ class Plan:
             shapes: (4, shapes) frames, height, width, and whether rows end in a separator; the shapes must be distinct.
         """
         rows = _rows(self.scheme, shapes)
+        if not self.scheme.references:
+            rows[:, _ROW + _PER_NUMBER] = -_NONE - 1  # a second grid is beyond all limits, so that place refuses it
         text, known = self.table[:1], self.table[1:][self.table[1:, 0] > 0]
         if len(known) + len(rows) <= MAX_SHAPES:
             rows = np.concatenate([known, rows])
@@ -101,7 +103,8 @@ def place_by_plan(scheme: Scheme, segments: SegmentTable, start: npt.ArrayLike, 
         native.warn_slow()
         return None
     timed = scheme.timed and segments.seconds_per_frame is not None
-    if timed and scheme.fractional:  # even the denominator of a single frame depends on its time
+    # Even the denominator of a single frame depends on its time, and a plan knows no first frames.
+    if segments.first_frame is not None or (timed and scheme.fractional):
         return None
     if plan is None or type(start) not in ((int, np.ndarray) if scheme.resumable else (int,)):
         return None

@@ -49,7 +49,7 @@ from mmpos.rpc.v1 import scheme_pb2, table_pb2, tensor_pb2
 from mmpos.schemes import RATIONAL_PARAMETERS, SCHEMES, Scheme
 from mmpos.schemes import get_scheme as named_scheme
 from mmpos.schemes.base import changed_parameters
-from mmpos.segments.kinds import CLIP, TILE, rationals
+from mmpos.segments.kinds import CLIP, NO_FRAME, TILE, rationals
 from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support import native
@@ -64,12 +64,14 @@ from mmpos.support.checks import (
     int_array,
     integer,
     one_of,
+    shown,
 )
 
 if TYPE_CHECKING:
     from mmpos.rpc.beside import Beside
 
 
+A = TypeVar("A", bound=npt.NDArray[Any])
 D = TypeVar("D")
 E = TypeVar("E", bound=int)
 T = TypeVar("T")
@@ -120,7 +122,10 @@ def get_scheme(name: str, message: scheme_pb2.Scheme, schemes: Mapping[str, type
     return scheme(**values)
 
 
-_LISTS = ("kind", "frames", "height", "width", "segments_per_document", "row_separator_segments", "extra_tokens")
+_LISTS = (
+    "kind", "frames", "height", "width", "segments_per_document", "row_separator_segments", "extra_tokens",
+    "first_frame_segments", "first_frames",
+)  # fmt: skip
 
 
 def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> None:
@@ -139,6 +144,10 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
         put_integers(message.row_separator_segments, np.flatnonzero(segments.row_separator))
     if segments.extra_tokens is not None:
         put_integers(message.extra_tokens, segments.extra_tokens[segments.kind >= CLIP])
+    if segments.first_frame is not None:
+        (named,) = (segments.first_frame != NO_FRAME).nonzero()
+        put_integers(message.first_frame_segments, named)
+        put_integers(message.first_frames, segments.first_frame[named])
 
 
 def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
@@ -153,7 +162,7 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
         return SegmentTable(
             np.frombuffer(kinds, np.uint8), native.int64(sides_of_all).reshape(3, -1), native.int64(firsts)
         )
-    kind, *sides, per_document, separators, extra = integer_lists(message, *_LISTS)
+    kind, *sides, per_document, separators, extra, named, frames = integer_lists(message, *_LISTS)
     kind = kind - 1
     unknown = kind.view(np.uint64) > TILE
     if unknown.any():
@@ -167,6 +176,10 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
         elif values.size or axis > 0:
             field = path(name, _LISTS[1 + axis])
             raise InvalidInputError(f"{field}: got {values.size} numbers, want {kind.size}, one for each segment")
+    if named.size != frames.size:
+        want = f"{named.size}, one for each of first_frame_segments"
+        raise InvalidInputError(f"{path(name, 'first_frames')}: got {counted(frames.size, 'number')}, want {want}")
+    first_bad(path(name, "first_frames"), frames, minimum=NO_FRAME + 1, maximum=INT32_MAX)
     offsets = np.zeros(per_document.size + 1, np.int64)
     np.cumsum(per_document, out=offsets[1:])
     return SegmentTable(
@@ -174,8 +187,9 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
         extents,
         offsets,
         _seconds(name, message, kind.size),
-        _separators(name, separators, kind.size),
+        _scattered(path(name, "row_separator_segments"), separators, True, np.zeros(kind.size, np.bool_)),
         _extra_tokens(name, extra, kind),
+        _scattered(path(name, "first_frame_segments"), named, frames, np.full(kind.size, NO_FRAME, np.int64)),
     )
 
 
@@ -190,13 +204,15 @@ def _seconds(name: str, message: table_pb2.SegmentTable, segments: int) -> IntAr
     return np.array([[time.numerator for time in times], [time.denominator for time in times]], np.int64)
 
 
-def _separators(name: str, where: IntArray, segments: int) -> npt.NDArray[np.bool_] | None:
+def _scattered(name: str, where: IntArray, values: IntArray | bool, array: A) -> A | None:
+    """Write values into an array at the listed segments; return None if there are none."""
     if not where.size:
         return None
-    first_bad(path(name, "row_separator_segments"), where, minimum=0, maximum=segments - 1)
-    separator = np.zeros(segments, np.bool_)
-    separator[where] = True
-    return separator
+    first_bad(name, where, minimum=0, maximum=array.size - 1)
+    if (where[1:] <= where[:-1]).any():
+        raise InvalidInputError(f"{name}: got {shown(where)}, want ascending indices")
+    array[where] = values
+    return array
 
 
 def _extra_tokens(name: str, numbers: IntArray, kind: IntArray) -> IntArray | None:

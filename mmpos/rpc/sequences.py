@@ -130,6 +130,8 @@ def _put_grid(message: pb.Grid, grid: Grid) -> None:
     if grid.seconds_per_frame is not None:
         put_rational(message.seconds_per_frame, grid.seconds_per_frame)
     message.row_separator = grid.row_separator
+    if grid.first_frame is not None:
+        message.first_frame = grid.first_frame
 
 
 def _put_clip(message: pb.Clip, clip: Clip) -> None:
@@ -170,8 +172,12 @@ def _get_part(name: str, part: pb.Part, beside: Beside | None) -> object:
 def _get_grid(name: str, grid: pb.Grid) -> Grid:
     seconds = _get_seconds(name, grid)
     frames = grid.frames if grid.HasField("frames") else 1
+    first = grid.first_frame if grid.HasField("first_frame") else None
     with naming(name):
-        return Grid(grid.height, grid.width, frames=frames, row_separator=grid.row_separator, seconds_per_frame=seconds)
+        return Grid(
+            grid.height, grid.width, frames=frames, row_separator=grid.row_separator, seconds_per_frame=seconds,
+            first_frame=first,
+        )  # fmt: skip
 
 
 def _get_seconds(name: str, message: pb.Grid | pb.Clip) -> Fraction | None:

@@ -34,6 +34,7 @@ class Grids:
         unit: (grids,) denominator of the cursor, the same for all grids of a document; None if cursors are integers.
         text_tokens: (grids,) tokens of text and audio in the grid's document; None if the grids have no documents.
         segment: (grids,) index of the grid's segment in its document; None if the grids have no documents.
+        first_frame: (grids,) frame at which each grid begins; 0 if all begin at frame 0.
     """
 
     extents: IntArray
@@ -46,6 +47,7 @@ class Grids:
     unit: IntArray | None = None
     text_tokens: IntArray | None = None
     segment: IntArray | None = None
+    first_frame: IntArray | int = 0
 
     @property
     def frames(self) -> IntArray:
@@ -83,13 +85,14 @@ class Grids:
         """Return the (2, grids) numerator and denominator of the seconds per frame, 1 and 1 where none is needed.
 
         Args:
-            needed_from: smallest number of frames that needs a time; 1 if the id of a single frame depends on it.
+            needed_from: smallest number of frames that needs a time, in a grid that begins at frame 0; 1 if the id of
+                a single frame depends on it.
 
         Raises:
             InvalidInputError: a grid needs a time and has none.
         """
         known = np.zeros((2, self.frames.size), np.int64) if self.seconds_per_frame is None else self.seconds_per_frame
-        missing = (known[0] == 0) & (self.frames >= needed_from)
+        missing = (known[0] == 0) & ((self.frames >= needed_from) | (self.first_frame != 0))
         if missing.any():
             i = int(missing.argmax())
             name = f"grids[{i}]" if self.segment is None else f"documents[{self.document[i]}][{self.segment[i]}]"
@@ -213,6 +216,10 @@ class Scheme(ABC):
     """Whether documents may hold audio, which is placed like text."""
     timed: bool = True
     """Whether ids may depend on the times of frames."""
+    keyframes: bool = False
+    """Whether grids may name the frame at which they begin."""
+    references: bool = True
+    """Whether documents may hold several grids that name no first frame."""
     row_separators: bool = False
     """Whether the rows of a grid may end in a separator token."""
     kinds: frozenset[int] = frozenset()

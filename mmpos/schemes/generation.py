@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmpos.errors import UnsupportedError
+from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.schemes.base import Grids, Placement, Scheme, TextRuns
 from mmpos.schemes.mrope import MRopeInterleaveReset, checked_rate
 from mmpos.segments.kinds import THUMBNAIL
@@ -46,6 +46,7 @@ class LatentScheme(Scheme):
     frames = False
     audio = False
     timed = False
+    references = False
     resumable = False
     text_axes: ClassVar[tuple[int, ...]] = ()
     """Axes on which text advances; on the other axes its id is the start of the document."""
@@ -70,6 +71,7 @@ class Flux(LatentScheme):
     """
 
     name: ClassVar[str] = "flux"
+    references = True
     linear_in = ("start", "number")
     first: int = 0
 
@@ -92,6 +94,7 @@ class Flux2(LatentScheme):
     """
 
     name: ClassVar[str] = "flux2"
+    references = True
     linear_in = ("start", "number")
     axes = 4
     text_axes = (3,)
@@ -120,6 +123,7 @@ class Flux3(LatentScheme):
     """
 
     name: ClassVar[str] = "flux3"
+    references = True
     linear_in = ("start", "number")
     axes = 4
     fractional = True
@@ -152,6 +156,7 @@ class QwenImage(LatentScheme):
     """
 
     name: ClassVar[str] = "qwen-image"
+    references = True
     linear_in = ("start", "number")
     frames = True
     text_axes = (0, 1, 2)
@@ -220,6 +225,7 @@ class Lumina2(LatentScheme):
         object.__setattr__(self, "first", integer("Lumina2.first", self.first, minimum=0, maximum=1))
         boolean("Lumina2.image_first", self.image_first)
         _check_image_at(self, minimum=0)
+        object.__setattr__(self, "references", self.image_at > 0)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         start, plane = grids.start, cursor + self.first
@@ -245,6 +251,7 @@ class LongCatImage(LatentScheme):
     """
 
     name: ClassVar[str] = "longcat-image"
+    references = True
     linear_in = ("cursor", "start", "number")
     text_axes = (1, 2)
     image_at: int = 0
@@ -328,6 +335,7 @@ class JoyImage(LatentScheme):
     """
 
     name: ClassVar[str] = "joyimage"
+    references = True
     frames = True
     text_runs: bool = False
 
@@ -387,9 +395,11 @@ class OmniGen2(MRopeInterleaveReset):
 
 
 def check_steps(scheme: Scheme, *names: str) -> None:
-    """Check that the named steps are integers or Fractions above 0."""
-    for name in names:
-        checked_rate(f"{type(scheme).__name__}.{name}", getattr(scheme, name))
+    """Check that the named steps are integers or Fractions above 0 with a common denominator below 2**31."""
+    kind = type(scheme).__name__
+    over, _ = over_one(*(checked_rate(f"{kind}.{name}", getattr(scheme, name)) for name in names))
+    if over > INT32_MAX:
+        raise LimitExceededError(f"{kind}: got steps with the denominator {over}, want one below 2**31")
 
 
 def over_one(*steps: int | Fraction) -> tuple[int, list[int]]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mmpos.errors import UnsupportedError
+from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.schemes.base import Grids, Pieces, Placement
 from mmpos.schemes.generation import LatentScheme, check_steps, over_one
 from mmpos.schemes.mrope import checked_rate, frame_steps
@@ -34,20 +34,23 @@ class Wan(LatentScheme):
     linear_in = ("start",)
     text = False
     frames = True
+    keyframes = True
     skip_length: int = 0
     beside: bool = False
 
     def __post_init__(self) -> None:
         length = integer("Wan.skip_length", self.skip_length, minimum=0, maximum=INT32_MAX)
         object.__setattr__(self, "skip_length", length)
-        if boolean("Wan.beside", self.beside):  # the first image differs from the others
+        object.__setattr__(self, "references", boolean("Wan.beside", self.beside))
+        if self.beside:  # the first image differs from the others
             object.__setattr__(self, "linear_in", None)
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         step = np.where(grids.frames == 2, self.skip_length - 1, 1) if self.skip_length else 1
         beside = grids.number > 0 if self.beside else np.zeros(grids.number.size, np.bool_)
         start = grids.start
-        return Placement([start + beside, start, start + beside * grids.width], [step, 0, 0], [0, 1, 0], [0, 0, 1])
+        first = start + grids.first_frame + beside
+        return Placement([first, start, start + beside * grids.width], [step, 0, 0], [0, 1, 0], [0, 0, 1])
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class AnyFlowFar(LatentScheme):
     """
 
     name: ClassVar[str] = "anyflow-far"
+    references = True
     text = False
     frames = True
     fractional = True
@@ -91,9 +95,11 @@ class HunyuanVideo(LatentScheme):
     name: ClassVar[str] = "hunyuan-video"
     linear_in = ("start",)
     frames = True
+    keyframes = True
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
-        return Placement([grids.start] * 3, [1, 0, 0], [0, 1, 0], [0, 0, 1])
+        start = grids.start
+        return Placement([start + grids.first_frame, start, start], [1, 0, 0], [0, 1, 0], [0, 0, 1])
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ class CogVideoX(LatentScheme):
     name: ClassVar[str] = "cogvideox"
     linear_in = ("start",)
     frames = True
+    keyframes = True
     fractional = True
     base_height: int = 30
     base_width: int = 45
@@ -137,7 +144,7 @@ class CogVideoX(LatentScheme):
         by_row, by_column = over // over_rows, over // over_columns
         start = grids.start * over
         return Placement(
-            [start, start + top * over, start + left * over],
+            [start + grids.first_frame * over, start + top * over, start + left * over],
             [over, 0, 0],
             [0, down * by_row, 0],
             [0, 0, right * by_column],
@@ -162,6 +169,7 @@ class _Scaled(LatentScheme):
 
     text = False
     frames = True
+    keyframes = True
     fractional = True
     frame_step: int | Fraction = 1
     row_step: int | Fraction = 1
@@ -172,7 +180,11 @@ class _Scaled(LatentScheme):
 
     def place(self, grids: Grids, cursor: IntArray) -> Placement:
         over, (onward, down, right) = over_one(self.frame_step, self.row_step, self.col_step)
-        return Placement([grids.start * over] * 3, [onward, 0, 0], [0, down, 0], [0, 0, right], over)
+        start = grids.start * over
+        if (np.abs(grids.first_frame) * float(onward)).max() > 2.0**62:
+            raise LimitExceededError(f"{self.name}: got first frames with ids beyond 2**62, want ids within int32")
+        first = start + grids.first_frame * onward
+        return Placement([first, start, start], [onward, 0, 0], [0, down, 0], [0, 0, right], over)
 
 
 @dataclass(frozen=True)
@@ -214,12 +226,13 @@ class Kandinsky(_Scaled):
 class _Ltx(LatentScheme):
     """Base class of LTX schemes: ids 2x − 1, where x is the time or place of a latent relative to a base size.
 
-    Every grid consists of two pieces, since its first latent covers fewer frames of the video. ``seconds_per_frame`` is
-    1/fps of the video.
+    Every grid consists of two pieces, since its first latent covers fewer frames of the video; ``first_frame`` counts
+    frames of the video, and moves the grid by this time. ``seconds_per_frame`` is 1/fps of the video.
     """
 
     text = False
     frames = True
+    keyframes = True
     timed = True
     fractional = True
     row_step: int | Fraction = Fraction(1, 32)
@@ -248,15 +261,20 @@ class _Ltx(LatentScheme):
         tokens, skip = np.where(piece > 0, (grids.frames[owner] - 1) * frame, frame), piece * frame
         first, extrapolated, half = self.firsts
         numerator, denominator = frame_steps(self, grids, self.tokens_per_second, needed_from=1 if first else 2)
-        numerator, denominator = numerator[owner], 2 * denominator[owner]
-        common: IntArray = np.gcd(numerator, denominator)
-        denominator //= common
+        reach = (np.abs(grids.first_frame) + self.frames_per_latent * grids.frames) * (numerator / denominator)
         space, (down, right) = over_one(Fraction(self.row_step) / 2, Fraction(self.col_step) / 2)
-        over: IntArray = np.lcm(denominator, space)
-        time, place = numerator // common * (over // denominator), over // space
+        over: IntArray = np.lcm(2 * np.minimum(denominator, INT32_MAX), space)
+        if max(denominator.max(), over.max(), reach.max()) > INT32_MAX:
+            raise LimitExceededError(f"{self.name}: got times beyond its limits, want ids and denominators below 2**31")
+        numerator, denominator, over = numerator[owner], 2 * denominator[owner], over[owner]
+        time, place = numerator * (over // denominator), over // space
         start = (grids.start[owner] - 1) * over
+        begin = 2 * np.broadcast_to(grids.first_frame, grids.frames.shape)[owner]
+        # If ids are midpoints, only a video that begins at frame 0 has a shorter first latent.
+        whole = (begin != 0) & (grids.frames[owner] > 1) & (half > 0)
+        begin += np.where(whole, self.frames_per_latent, np.where(piece > 0, extrapolated, first))
         origin = [
-            start + np.where(piece > 0, extrapolated, first) * time,
+            start + begin * time,
             start + half * down * place,
             start + half * right * place,
         ]
@@ -296,7 +314,8 @@ class Ltx(_Ltx):
 class Ltx2(_Ltx):
     """Latent (t, i, j) at (8t − 3)/fps/10 − 1, (i + ½)/32 − 1, (j + ½)/32 − 1: the middle of its frames and pixels.
 
-    The first latent is at ½/fps/10 − 1, so every grid needs ``seconds_per_frame``, which is 1/fps of the video.
+    The first latent is at ½/fps/10 − 1. In a grid of several latents with a ``first_frame`` f other than 0, all cover 8
+    frames, with the middle at f + 8t + 4. Every grid needs ``seconds_per_frame``, which is 1/fps of the video.
     Audio is a grid of 1 × 1 with one frame per latent and 1/100 seconds per frame, in the scheme with ``axes=1`` and
     ``frames_per_latent=4``. Source: LTX2AudioVideoRotaryPosEmbed of diffusers.
 
@@ -338,6 +357,7 @@ class Cosmos(LatentScheme):
     linear_in = ("cursor", "start")
     text = False
     frames = True
+    keyframes = True
     timed = True
     fractional = True
     tokens_per_second: int | Fraction = 24
@@ -353,7 +373,8 @@ class Cosmos(LatentScheme):
         """Place grids whose first frames have the integer ids ``first``."""
         step, over = frame_steps(self, grids, self.tokens_per_second)
         start = grids.start * over
-        return Placement([first * over, start, start], [step, 0, 0], [0, over, 0], [0, 0, over], over)
+        first = first * over + grids.first_frame * step
+        return Placement([first, start, start], [step, 0, 0], [0, over, 0], [0, 0, over], over)
 
 
 @dataclass(frozen=True)
@@ -361,8 +382,8 @@ class Cosmos3(Cosmos):
     """Text token n at (n, n, n), every grid after n text tokens at (n + 15000 + 24·t/fps, i, j).
 
     ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; grids with several frames need it. Sound is a
-    grid of 1 × 1 with one frame per latent. Source: Cosmos3OmniPipeline of diffusers with
-    ``unified_3d_mrope_reset_spatial_ids``; its actions, counted from 1, are not supported.
+    grid of 1 × 1 with one frame per latent; actions are one with ``first_frame=1`` and four frames per latent. Source:
+    Cosmos3OmniPipeline of diffusers with ``unified_3d_mrope_reset_spatial_ids``.
 
     Args:
         tokens_per_second: ids per second, ``base_fps``, an integer or a Fraction.
@@ -371,6 +392,7 @@ class Cosmos3(Cosmos):
 
     name: ClassVar[str] = "cosmos3"
     linear_in = ("cursor", "start")
+    references = True
     text = True
     text_axes = (0, 1, 2)
     margin: int = 15000

@@ -161,7 +161,7 @@ def frame_steps(scheme: Scheme, grids: Grids, rate: int | Fraction, needed_from:
     numerator, denominator = seconds * rate.numerator, per * rate.denominator
     common = np.gcd(numerator, denominator)
     numerator, denominator = numerator // common, denominator // common
-    if ((grids.frames - 1).astype(np.float64) * numerator).max(initial=0) > 2.0**62:
+    if ((grids.frames + np.abs(grids.first_frame)).astype(np.float64) * numerator).max(initial=0) > 2.0**62:
         raise LimitExceededError(
             f"{scheme.name}: got frame · seconds · tokens_per_second beyond 2**62, want ids within int32"
         )

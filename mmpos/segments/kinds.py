@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.support.checks import INT32_MAX, boolean, integer, written
+from mmpos.support.checks import INT32_MAX, INT32_MIN, boolean, integer, written
 
 __all__ = [
     "AUDIO",
@@ -21,6 +21,7 @@ __all__ = [
     "CROP_MARKERS",
     "GRID",
     "NOUNS",
+    "NO_FRAME",
     "PAD",
     "PATCH",
     "TEXT",
@@ -59,6 +60,9 @@ markers and row separators have type 0."""
 
 NOUNS = {GRID: "grid", AUDIO: "audio run", CLIP: "clip", THUMBNAIL: "thumbnail", TILE: "tile"}
 """Words for segments whose token ids do not determine their content."""
+
+NO_FRAME = INT32_MIN
+"""The first frame of segments that do not name one."""
 
 CLIP_MARKERS = 2
 """Number of markers on each side of the merged tokens of a clip: the video's outside, the audio's inside."""
@@ -118,6 +122,8 @@ class Grid:
         row_separator: whether every row ends in one more token, for models that generate patch by patch.
         seconds_per_frame: time between two frames in seconds, for schemes that place frames by time;
             a float is rounded to the nearest fraction with a denominator up to 1,000,000.
+        first_frame: frame at which the grid begins, for keyframes and parts of a video in schemes of generation models;
+            counted as in the scheme: frames of the video for ``ltx`` and ``ltx2``, else frames of latents.
     """
 
     height: int
@@ -125,6 +131,7 @@ class Grid:
     frames: int
     row_separator: bool
     seconds_per_frame: Fraction | None
+    first_frame: int | None
 
     kind: ClassVar[int] = GRID
     extra_tokens: ClassVar[int] = 0
@@ -137,6 +144,7 @@ class Grid:
         frames: int = 1,
         row_separator: bool = False,
         seconds_per_frame: Fraction | float | None = None,
+        first_frame: int | None = None,
     ) -> None:
         if surplus:
             got = (height, width, *surplus)
@@ -150,6 +158,9 @@ class Grid:
         set_field(self, "frames", integer("Grid.frames", frames, minimum=1, maximum=INT32_MAX))
         set_field(self, "row_separator", boolean("Grid.row_separator", row_separator))
         set_field(self, "seconds_per_frame", rational("Grid.seconds_per_frame", seconds_per_frame))
+        if first_frame is not None:
+            first_frame = integer("Grid.first_frame", first_frame, minimum=NO_FRAME + 1, maximum=INT32_MAX)
+        set_field(self, "first_frame", first_frame)
 
     @classmethod
     def from_thw(cls, thw: Iterable[int], **options: Any) -> Grid:

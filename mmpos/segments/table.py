@@ -19,6 +19,7 @@ from mmpos.segments.kinds import (
     CLIP,
     CLIP_MARKERS,
     GRID,
+    NO_FRAME,
     NOUNS,
     PAD,
     PATCH,
@@ -62,13 +63,14 @@ _DTYPES = {
     "seconds_per_frame": np.dtype(np.int64),
     "row_separator": np.dtype(np.bool_),
     "extra_tokens": np.dtype(np.int64),
+    "first_frame": np.dtype(np.int64),
 }
 
 _CLASSES = (Text, Audio, Grid, Clip, Thumbnail, Tile)
 _NAMES = ", ".join(part.__name__ for part in _CLASSES)
 
 # Fields of Text, Audio and Grid that csrc/segments.c reads, in the same order.
-_FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame")
+_FIELDS = ("length", "frames", "height", "width", "row_separator", "seconds_per_frame", "first_frame")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +88,7 @@ class SegmentTable:
         row_separator: (segments,) bool, whether the rows of the grid end in one more token; or None.
         extra_tokens: (segments,) int64 tokens other than patches and markers: audio of a clip, or tokens of the picture
             after a thumbnail or a tile; 0 for other kinds; or None.
+        first_frame: (segments,) int64 frame at which each grid begins, NO_FRAME for segments that name none; or None.
     """
 
     kind: npt.NDArray[np.uint8]
@@ -94,6 +97,7 @@ class SegmentTable:
     seconds_per_frame: IntArray | None = None
     row_separator: npt.NDArray[np.bool_] | None = None
     extra_tokens: IntArray | None = None
+    first_frame: IntArray | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -108,7 +112,7 @@ class SegmentTable:
                     array = array.view()
                     array.flags.writeable = False
                     object.__setattr__(self, name, array)
-        core = native.core if self.seconds_per_frame is None and self.extra_tokens is None else None
+        core = native.core if self.seconds_per_frame is self.extra_tokens is self.first_frame is None else None
         if core is None or not core.sound(self.kind, self.extents, self.segment_offsets, self.row_separator):
             _check_segments(self)
 
@@ -120,14 +124,16 @@ class SegmentTable:
 
     @property
     def _key(self) -> tuple[bytes | None, ...]:
-        """All fields as bytes; None for optional fields that hold no time, no separator or no extra token."""
+        """All fields as bytes; None for optional fields that hold no time, separator, extra token or frame."""
         seconds, options = self.seconds_per_frame, (self.row_separator, self.extra_tokens)
+        first = self.first_frame
         return (
             self.kind.tobytes(),
             self.extents.tobytes(),
             self.segment_offsets.tobytes(),
             None if seconds is None or not seconds[0].any() else seconds.tobytes(),
             *(None if array is None or not array.any() else array.tobytes() for array in options),
+            None if first is None or (first == NO_FRAME).all() else first.tobytes(),
         )
 
     @classmethod
@@ -160,7 +166,10 @@ class SegmentTable:
             separator[separated] = True
         if any(item.extra_tokens for item in items):
             extra = np.array([item.extra_tokens for item in items], np.int64)
-        return cls(kind, extents.reshape(-1, 3).T, offsets, seconds, separator, extra)
+        named = [item.first_frame if isinstance(item, Grid) else None for item in items]
+        first = np.array([NO_FRAME if frame is None else frame for frame in named], np.int64)
+        first_frame = None if (first == NO_FRAME).all() else first
+        return cls(kind, extents.reshape(-1, 3).T, offsets, seconds, separator, extra, first_frame)
 
     @classmethod
     def from_arrays(
@@ -172,6 +181,7 @@ class SegmentTable:
         seconds_per_frame: npt.ArrayLike | None = None,
         row_separator: npt.ArrayLike | None = None,
         extra_tokens: npt.ArrayLike | None = None,
+        first_frame: npt.ArrayLike | None = None,
     ) -> SegmentTable:
         """Build the table from copies of arrays; see the fields of the class."""
         separator = None if row_separator is None else host_array("row_separator", row_separator)
@@ -186,6 +196,7 @@ class SegmentTable:
             None if seconds_per_frame is None else int_array("seconds_per_frame", seconds_per_frame, (2, None)).copy(),
             None if separator is None else separator.copy(),
             None if extra_tokens is None else int_array("extra_tokens", extra_tokens, (None,)).copy(),
+            None if first_frame is None else int_array("first_frame", first_frame, (None,)).copy(),
         )
 
     @classmethod
@@ -343,6 +354,7 @@ class SegmentTable:
         fields["seconds_per_frame"] = None
         fields["row_separator"] = None if separator is None else np.frombuffer(separator, np.bool_)
         fields["extra_tokens"] = None if extra is None else native.int64(extra)
+        fields["first_frame"] = None
         return table
 
     def _with_padding(self, left: IntArray, right: IntArray) -> SegmentTable:
@@ -360,6 +372,7 @@ class SegmentTable:
             None if seconds is None else np.insert(seconds, at, [[0], [1]], axis=1),
             None if separator is None else np.insert(separator, at, False),
             None if extra is None else np.insert(extra, at, 0),
+            None if self.first_frame is None else np.insert(self.first_frame, at, NO_FRAME),
         )
 
     @property
@@ -515,6 +528,7 @@ def _check_segments(table: SegmentTable) -> None:
         ("row_separator", separator, kind.shape),
         ("seconds_per_frame", seconds, (2, kind.size)),
         ("extra_tokens", extra, kind.shape),
+        ("first_frame", table.first_frame, kind.shape),
     ):
         if array is not None and array.shape != shape:
             raise InvalidInputError(f"{name}: got shape {array.shape}, want {shape}")
@@ -524,6 +538,11 @@ def _check_segments(table: SegmentTable) -> None:
     if separator is not None and (separator & (kind != GRID)).any():
         segment = int((separator & (kind != GRID)).argmax())
         raise InvalidInputError(f"row_separator[{segment}]: got True, want False outside grids")
+    if table.first_frame is not None:
+        first_bad("first_frame", table.first_frame, minimum=NO_FRAME, maximum=INT32_MAX)
+        misplaced = (table.first_frame != NO_FRAME) & (kind != GRID)
+        if misplaced.any():
+            raise InvalidInputError(f"first_frame[{misplaced.argmax()}]: got one, want none outside grids")
     if kind.size:
         _check_extra_tokens(kind, np.zeros(kind.size, np.int64) if extra is None else extra)
         _check_tiles(kind, offsets)

@@ -134,7 +134,7 @@ def test_json_files_can_contain_audio_and_clips(tmp_path: Path) -> None:
 
 
 def test_json_files_can_contain_thumbnails_and_tiles(tmp_path: Path) -> None:
-    for part in (Thumbnail(1, 2), Tile(1, 2, tokens_after=3)):
+    for part in (Thumbnail(1, 2), Tile(1, 2, tokens_after=3), Grid(1, 2, first_frame=-8)):
         (written,) = to_json([[part]])
         assert read_part("part", written[0]) == part
     parts = [{"thumbnail": [1, 1]}, {"tile": [1, 2], "tokens_after": 1}, {"text": 1}]

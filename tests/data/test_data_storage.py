@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 from results import assert_equal
 
-from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, place
+from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, UnsupportedError, place
 from mmpos.data.examples import Example, Location, RecordError
 from mmpos.data.preprocess import storage
 from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
@@ -41,7 +41,7 @@ def written(path: Path, examples: Iterable[Example]) -> SequenceShard:
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if SCHEMES[name].text])
 def test_examples_of_every_scheme_are_read_back_unchanged(tmp_path: Path, scheme: str) -> None:
     examples = [
-        example("pixels", ["a b", PHOTO, "c", PHOTO[:8], "d"], scheme),
+        example("pixels", ["a b", PHOTO, "c", *[PHOTO[:8], "d"] * SCHEMES[scheme]().references], scheme),
         example("sizes", ["a", Grid(2, 3)], scheme),
         example("text", ["é"], scheme),
     ]
@@ -50,6 +50,13 @@ def test_examples_of_every_scheme_are_read_back_unchanged(tmp_path: Path, scheme
         assert_equal(got, want)
     assert shard.lengths.tolist() == [item.num_tokens for item in examples]
     assert shard.count() == len(examples)
+
+
+def test_first_frames_are_not_stored(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"^sizes: segments\.first_frame: got one, want None"):
+        written(
+            tmp_path / "x.parquet", [example("sizes", ["a", Grid(2, 3, first_frame=1, seconds_per_frame=1)], "cosmos3")]
+        )
 
 
 def test_float_patches_times_separators_slices_and_schemes_without_text_are_read_back(tmp_path: Path) -> None:

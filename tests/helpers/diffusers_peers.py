@@ -53,6 +53,7 @@ class Peer:
         frames: whether images have frames.
         even: number by which the number of text tokens must be divisible.
         pairing: how the attention processors pair the channels that they rotate.
+        pipeline: the pipeline whose inputs ``rotation`` uses, if pipelines of the class compute different ids.
     """
 
     config: Mapping[str, Any]
@@ -63,6 +64,7 @@ class Peer:
     frames: bool = False
     even: int = 1
     pairing: str = "adjacent"
+    pipeline: str | None = None
 
 
 def transformer_of(name: str) -> Any:
@@ -614,7 +616,9 @@ PEERS: Mapping[str, Peer] = {
         frames=True,
         pairing="half",
     ),
-    "LTXVideoTransformer3DModel": Peer(_LTX, _ltx, torch.float32, text=False, frames=True),
+    "LTXVideoTransformer3DModel": Peer(
+        _LTX, _ltx, torch.float32, text=False, frames=True, pipeline="LTXConditionPipeline"
+    ),
     "LTX2VideoTransformer3DModel": Peer(
         {**_LTX_2, "rope_type": "split"}, _ltx_2, torch.float32, text=False, frames=True, pairing="half"
     ),
@@ -631,9 +635,14 @@ PEERS: Mapping[str, Peer] = {
         text=False,
         frames=True,
         pairing="half",
+        pipeline="Cosmos2_5_PredictBasePipeline",
     ),
     "Kandinsky5Transformer3DModel": Peer(
-        _KANDINSKY_TEXT, _kandinsky(batch=True), torch.float32, text=False, frames=True
+        _KANDINSKY_TEXT,
+        _kandinsky(batch=True),
+        torch.float32,
+        text=False,
+        pipeline="Kandinsky5T2IPipeline",
     ),
     "Kandinsky6Transformer3DModel": Peer(_KANDINSKY_TEXT, _kandinsky(), torch.float32, text=False, frames=True),
     "Ideogram4Transformer2DModel": Peer(

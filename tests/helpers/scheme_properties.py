@@ -75,7 +75,7 @@ def is_stable(scheme: Scheme, grids: Sequence[Grid]) -> bool:
     """Check that ids stay the same when a frame (or, without frames, a grid) or a text token follows."""
     text: Document = [Text(1)] if scheme.text else []
     before: list[Document] = [[*text, grid] for grid in grids]
-    after: list[Document] = [[*document, *document] for document in before]
+    after: list[Document] = [[*document, *(document if scheme.references else text)] for document in before]
     if scheme.frames:
         after = [[*text, replace(grid, frames=grid.frames + 1)] for grid in grids]
     before += [[*document, *text] for document in before]
@@ -87,7 +87,9 @@ def measure(scheme: Scheme) -> Row:
     """Measure every property with exact ids, on every image of up to 12×12 patches and on short videos."""
     grids = STILLS + VIDEOS if scheme.frames else STILLS
     text: Document = [Text(1)] if scheme.text else []
-    several: list[Document] = [[*text, *[grid, *text] * repeats] for repeats in (1, 2) for grid in grids]
+    several: list[Document] = [
+        [*text, *[grid, *text] * repeats] for repeats in range(1, 2 + scheme.references) for grid in grids
+    ]
     table = place(SegmentTable.from_documents(several), scheme)
     ids = [list(exact_ids(scheme, several, start)) for start in STARTS]
     consumed = ids_consumed(scheme, [Grid(24, 24), Grid(1, 576)]).tolist() if scheme.resumable else [None, None]

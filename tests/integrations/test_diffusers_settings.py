@@ -7,11 +7,13 @@ import json
 import math
 import pkgutil
 import random
+import re
 import warnings
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import diffusers.models.transformers
 import numpy as np
 import pytest
@@ -53,8 +55,8 @@ def check(name: str, count: int) -> None:
     """Compare cos and sin for ``count`` documents of random sizes."""
     peer = PEERS[name]
     transformer = transformer_of(name)
-    settings = from_diffusers(transformer)
-    assert settings == from_diffusers({"_class_name": name, **peer.config})
+    settings = from_diffusers(transformer, peer.pipeline)
+    assert settings == from_diffusers({"_class_name": name, **peer.config}, peer.pipeline)
     assert settings.rotary.pairing == peer.pairing
     rotaries = [one for one in (settings.rotary, settings.second_rotary) if one is not None]
     for document in documents(peer, name, count):
@@ -123,6 +125,54 @@ def test_settings_are_read_from_a_folder_a_file_a_mapping_or_a_transformer(tmp_p
     for source in (tmp_path, str(tmp_path), tmp_path / "config.json", config, {"_class_name": config["_class_name"]}):
         assert from_diffusers(source) == want
     assert from_diffusers(transformer_of("FluxTransformer2DModel")).rotary.head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("transformer", "pipeline", "second_frame"),
+    [
+        ("LTXVideo", "LTXPipeline", Fraction(8, 250) - 1),
+        ("LTXVideo", "LTXImageToVideoPipeline", Fraction(8, 250) - 1),
+        ("LTXVideo", "LTXConditionPipeline", Fraction(1, 250) - 1),
+        ("LTXVideo", "LTXI2VLongMultiPromptPipeline", Fraction(1, 250) - 1),
+        ("Cosmos", "CosmosTextToWorldPipeline", Fraction(24, 25)),
+        ("Cosmos", "Cosmos2_5_PredictBasePipeline", 1),
+    ],
+)
+def test_pipelines_of_one_transformer_have_their_own_ids(
+    transformer: str, pipeline: str, second_frame: int | Fraction
+) -> None:
+    config = {"_class_name": f"{transformer}Transformer3DModel"}
+    settings = from_diffusers(config, pipeline)
+    assert settings == from_diffusers(config, type(pipeline, (), {})())
+    numerators, over = settings.place([[Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 25))]]).rationals()
+    assert Fraction(int(numerators[0, 1]), int(over[1])) == second_frame
+    fill = {"_class_name": "FluxTransformer2DModel", "in_channels": 384}
+    assert from_diffusers(fill, "FluxFillPipeline").place([[Grid(1, 1)]]).dense()[0, 0] == 0
+    assert from_diffusers(fill, "VisualClozeGenerationPipeline").place([[Grid(1, 1)]]).dense()[0, 0] == 1
+
+
+def test_a_pipeline_is_required_if_and_only_if_the_ids_depend_on_it() -> None:
+    root = Path(diffusers.__file__).parent
+    modules = [path.read_text("utf-8") for path in (root / "pipelines").rglob("pipeline_*.py")]
+    for name, kind in (
+        ("LTXVideoTransformer3DModel", "LTX"),
+        ("CosmosTransformer3DModel", "Cosmos"),
+        ("Kandinsky5Transformer3DModel", "Kandinsky5"),
+    ):
+        taking = (text for text in modules if f"transformer: {name}" in text)
+        of_diffusers = {one for text in taking for one in re.findall(r"^class (\w+Pipeline)\(", text, re.M)}
+        with pytest.raises(InvalidInputError, match=r"^pipeline: got None, want one of ") as error:
+            from_diffusers({"_class_name": name})
+        listed = {one for one in re.findall(r"\w+Pipeline", str(error.value)) if "Modular" not in one}
+        assert {one for one in of_diffusers if one.startswith(kind)} == listed
+    for config, pipeline, error_class, message in (
+        ("WanTransformer3DModel", "WanPipeline", InvalidInputError, "got 'WanPipeline', want None, since all pip"),
+        ("FluxTransformer2DModel", "FluxPipeline", InvalidInputError, "got 'FluxPipeline', want None, since all"),
+        ("LTXVideoTransformer3DModel", "LTX2Pipeline", InvalidInputError, "got 'LTX2Pipeline', want one of LTXC"),
+        ("Kandinsky5Transformer3DModel", "Kandinsky5T2VPipeline", UnsupportedError, "got 'Kandinsky5T2VPipeline'"),
+    ):
+        with pytest.raises(error_class, match=f"^pipeline: {message}"):
+            from_diffusers({"_class_name": config}, pipeline)
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,16 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
     "ovis-image": ("ovis-image", IMAGE[:2], ["0 0 0 0 0 0 0 0", "0 1 | 0 0 0 1 1 1", "0 1 | 0 1 2 0 1 2"]),
     "ideogram4": ("ideogram4", [Text(2), Grid(1, 2)], ["0 1 65536 65536", "0 1 65536 65536", "0 1 65536 65537"]),
     "ideogram4 elsewhere": (Ideogram4(image_at=7), [Text(1), Grid(2, 1)], ["0 7 7", "0 7 8", "0 7 7"]),
-    "wan": ("wan", [Grid(1, 2, frames=3), Grid(2, 1)], ["0 0 1 1 2 2 | 0 0", "0 0 0 0 0 0 | 0 1", "0 1 0 1 0 1 | 0 0"]),
+    "wan": ("wan", [Grid(1, 2, frames=3)], ["0 0 1 1 2 2", "0 0 0 0 0 0", "0 1 0 1 0 1"]),
+    "wan with keyframes": (
+        "wan",
+        [Grid(1, 2, frames=3), Grid(2, 1, first_frame=0), Grid(1, 1, frames=2, first_frame=2)],
+        ["0 0 1 1 2 2 | 0 0 | 2 3", "0 0 0 0 0 0 | 0 1 | 0 0", "0 1 0 1 0 1 | 0 0 | 0 0"],
+    ),
     "wan of ChronoEdit": (
         Wan(skip_length=8),
-        [Grid(1, 1, frames=2), Grid(1, 1, frames=3)],
-        ["0 7 | 0 1 2", "0 0 0 0 0", "0 0 0 0 0"],
+        [Grid(1, 1, frames=2), Grid(1, 1, frames=3, first_frame=4)],
+        ["0 7 | 4 5 6", "0 0 0 0 0", "0 0 0 0 0"],
     ),
     "wan of Wan-Animate 2": (
         Wan(beside=True),
@@ -138,6 +143,14 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
         [Grid(2, 1, frames=2, seconds_per_frame=Fraction(1, 25))],
         ["-1 -1 -249/250 -249/250", "-1 -31/32 -1 -31/32", "-1 -1 -1 -1"],
     ),
+    "ltx with a keyframe at 80 before the video": (
+        "ltx",
+        [
+            Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 25), first_frame=80),
+            Grid(1, 2, seconds_per_frame=Fraction(1, 25)),
+        ],
+        ["-17/25 -169/250 | -1 -1", "-1 " * 4, "-1 -1 | -1 -31/32"],
+    ),
     "ltx without a first frame": (
         Ltx(causal_offset=8, tokens_per_second=1),
         [Grid(1, 1, frames=3, seconds_per_frame=1)],
@@ -147,6 +160,15 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
         "ltx2",
         [Grid(1, 2, frames=3, seconds_per_frame=1)],
         ["-19/20 -19/20 -1/2 -1/2 3/10 3/10", "-63/64 " * 6, "-63/64 -61/64 " * 3],
+    ),
+    "ltx2 with keyframes of one latent and of two": (
+        "ltx2",
+        [
+            Grid(1, 1, frames=2, seconds_per_frame=1),
+            Grid(1, 1, seconds_per_frame=1, first_frame=9),
+            Grid(1, 1, frames=2, seconds_per_frame=1, first_frame=9),
+        ],
+        ["-19/20 -1/2 | -1/20 | 3/10 11/10", "-63/64 " * 5, "-63/64 " * 5],
     ),
     "ltx2 of audio": (
         Ltx2(axes=1, frames_per_latent=4, tokens_per_second=1),
@@ -165,8 +187,11 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
     ),
     "cosmos of images": (
         Cosmos(tokens_per_second=3),
-        [Grid(2, 1, frames=2, seconds_per_frame=Fraction(1, 3)), Grid(1, 1, frames=2, seconds_per_frame=1)],
-        ["0 0 1 1 | 0 3", "0 1 0 1 0 0", "0 " * 6],
+        [
+            Grid(2, 1, frames=2, seconds_per_frame=Fraction(1, 3)),
+            Grid(1, 1, frames=2, seconds_per_frame=1, first_frame=2),
+        ],
+        ["0 0 1 1 | 6 9", "0 1 0 1 0 0", "0 " * 6],
     ),
     "cosmos3": (
         "cosmos3",
@@ -175,6 +200,21 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
     ),
     "cosmos3 without a margin": (Cosmos3(margin=0), [Text(2), Grid(2, 1)], ["0 1 2 2", "0 1 0 1", "0 1 0 0"]),
     "kandinsky": ("kandinsky", [Grid(1, 2, frames=2)], ["0 0 1 1", "0 0 0 0", "0 1 0 1"]),
+    "kandinsky with a last frame": (
+        Kandinsky(frame_step=HALF),
+        [Grid(1, 1, frames=2), Grid(1, 1, first_frame=5), Grid(1, 1, first_frame=-1)],
+        ["0 1/2 | 5/2 | -1/2", "0 " * 4, "0 " * 4],
+    ),
+    "hunyuan-video in two parts": (
+        "hunyuan-video",
+        [Text(1), Grid(1, 1, frames=2), Grid(1, 1, frames=2, first_frame=2)],
+        ["0 | 0 1 | 2 3", "0 " * 5, "0 " * 5],
+    ),
+    "cosmos3 with actions, which count from 1": (
+        "cosmos3",
+        [Text(1), Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 12), first_frame=1)],
+        ["0 15003 15005", "0 0 0", "0 0 0"],
+    ),
     "kandinsky, scaled": (
         Kandinsky(row_step=HALF, col_step=THIRD),
         [Grid(2, 2)],

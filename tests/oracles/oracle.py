@@ -88,7 +88,8 @@ def placed(document: Sequence[Segment], scheme: str | Scheme, start: int = 0, **
 
 def fields(segments: SegmentTable) -> dict[str, Any]:
     """Return the contents of a segment table in a form that == compares."""
-    names = ("kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "extra_tokens")
+    names = ["kind", "extents", "segment_offsets", "seconds_per_frame", "row_separator", "extra_tokens"]
+    names += ["first_frame"] * (segments.first_frame is not None)
     arrays = {name: getattr(segments, name) for name in names}
     return {name: None if array is None else array.tolist() for name, array in arrays.items()}
 

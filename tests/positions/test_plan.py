@@ -92,14 +92,21 @@ def test_a_plan_places_layouts_of_generative_models_as_the_general_path_does(
 
 @pytest.mark.parametrize(
     ("scheme", "planned"),
-    [("flux", True), ("flux2", True), ("qwen-image", True), ("longcat-image", True), ("lumina2", True),
-     ("hunyuan-image", True), ("cosmos", True), ("bagel", True), (QwenImage(layered=True), False),
-     (Lumina2(image_first=True), True), (Wan(beside=True), False), ("anyflow-far", False), ("joyimage", False)],
+    [("flux", True), ("flux2", True), ("qwen-image", True), ("longcat-image", True), ("bagel", True),
+     (Lumina2(image_at=9), True), (QwenImage(layered=True), False), (Wan(beside=True), False), ("anyflow-far", False),
+     ("joyimage", False)],
 )  # fmt: skip
 def test_counted_references_are_placed_by_a_plan_and_all_others_are_not(scheme: str | Scheme, planned: bool) -> None:
     text = [Text(3)] if get_scheme(scheme).text else []
     document: list[Segment] = [*text, Grid(2, 3), Grid(4, 2), Grid(2, 3)]
     assert (by_plan(SegmentTable.from_documents([document]), scheme) is not None) == planned
+
+
+@pytest.mark.parametrize("scheme", ["lumina2", "hunyuan-image", "cosmos", "wan", Lumina2(image_first=True)])
+def test_a_plan_declines_documents_with_several_grids_if_the_scheme_refuses_them(scheme: str | Scheme) -> None:
+    grid = Grid(2, 3)
+    assert by_plan(SegmentTable.from_documents([[grid], [grid]]), scheme) is not None
+    assert by_plan(SegmentTable.from_documents([[grid], [grid, grid]]), scheme) is None
 
 
 @pytest.mark.parametrize("shapes", [1, 3, 5])

@@ -136,6 +136,10 @@ TILES: list[SegmentTable | Spans | InputIds] = [
     Spans([11], [1, 5], [[1, 1, 2], [1, 1, 3]], kind=[THUMBNAIL, TILE], extra_tokens=[0, 1]),
     InputIds([1, 2, 9, 9, 3, 4, 9, 5, 6, 1], Placeholders(image=9, crops=MARKERS), [[1, 1, 2], [1, 1, 1]]),
 ]
+KEYFRAME = Grid(1, 1, first_frame=2, seconds_per_frame=1)
+KEYFRAMES = SegmentTable.from_documents(
+    [[Text(2), Grid(1, 2, frames=3, seconds_per_frame=Fraction(1, 24)), KEYFRAME], [Grid(1, 1)]]
+)
 ROWS: list[SegmentTable | Spans | InputIds] = [
     Spans([12], [3], [[1, 2, 2]], row_separator=True),
     InputIds([5, 2, 5, 3, 1], Placeholders(image=5, rows=(2, 3)), [[1, 2, 1]]),
@@ -165,6 +169,7 @@ QUERIES = [
     *(PositionsQuery(source, "flatten") for source in ROWS),
     *(PositionsQuery(source, scheme) for source in CLIPS for scheme in ("tmrope", "tmrope-qwen3")),
     *(PositionsQuery(source, "mrope-canvas") for source in TILES),
+    *(PositionsQuery(KEYFRAMES, scheme) for scheme in ("hunyuan-video", "cosmos3")),
     *(PositionsQuery(SEGMENTS, start=[5, 9], views=views) for views in VIEWS),
     *(PositionsQuery(SEGMENTS, scheme, dense=dense) for scheme in SCHEME_OBJECTS for dense in (None, Dense())),
     PositionsQuery(SegmentTable.from_documents([[Grid(2, 4)]]), "grid-2d"),
@@ -176,6 +181,8 @@ QUERIES = [
 ]
 WRONG = [
     *(PositionsQuery(source, "mrope") for source in TILES),
+    *(PositionsQuery(KEYFRAMES, scheme) for scheme in ("mrope", "lumina2")),
+    PositionsQuery(SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]]), "wan"),
     PositionsQuery(InputIds([1, 2, 9, 1], Placeholders(image=9, crops=MARKERS), [[1, 1, 1]]), "mrope-canvas"),
     PositionsQuery(InputIds([258, 300], Placeholders(image=258, rows=(300, 301)), [[1, 1, 1]])),
     *(PositionsQuery(source, "mrope") for source in CLIPS[:3]),
@@ -286,6 +293,7 @@ WRONG_PARTS: list[Any] = [
     ["a", Video([PHOTO], times=[0], timestamp="\ud800")],
     ["a", Video([PHOTO, PHOTO], times=[0, 1]), b"not a photo"],
     ["a", Grid(1, 2, row_separator=True)],
+    ["a", Grid(1, 2, first_frame=3)],
     ["a", Thumbnail(1, 2)],
     ["a", Tile(1, 2)],
 ]

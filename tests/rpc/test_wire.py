@@ -61,6 +61,9 @@ TIMED = SegmentTable.from_documents(
 KINDS = SegmentTable.from_documents(
     [[Audio(3), Clip(2, 2, frames=3, audio=5), Text(1)], [Thumbnail(1, 2), Tile(3, 4, tokens_after=2)]]
 )
+KEYFRAMES = SegmentTable.from_documents(
+    [[Grid(1, 2, first_frame=0), Grid(1, 1), Text(1), Grid(1, 1, first_frame=-(2**31) + 1)]]
+)
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
 
 
@@ -128,7 +131,10 @@ DOCUMENT: Way = sequences_pb2.Document, sequences.put_parts, sequences.get_parts
 SEQUENCE: Way = sequences_pb2.Sequence, sequences.put_sequence, sequences.get_sequence
 
 OBJECTS: list[tuple[Way, object]] = [
-    *((SEGMENT_TABLE, segments) for segments in (TIMED, KINDS, SegmentTable.from_documents([[Thumbnail(1, 2)]]))),
+    *(
+        (SEGMENT_TABLE, segments)
+        for segments in (TIMED, KINDS, KEYFRAMES, SegmentTable.from_documents([[Thumbnail(1, 2)]]))
+    ),
     *((SCHEME, scheme) for scheme in SCHEME_OBJECTS),
     *((ROTARY, rotation) for rotation in ROTARIES),
     (IDS, place(SEGMENTS)),
@@ -234,6 +240,9 @@ def segments(**fields: Any) -> Callable[[], object]:
     return lambda: positions.get_segments("segments", table_pb2.SegmentTable(**fields))
 
 
+ONE_GRID: dict[str, Any] = {"kind": [2], "height": [1], "width": [2], "segments_per_document": [1]}
+
+
 def part(**fields: Any) -> Callable[[], object]:
     return lambda: sequences.get_parts("", sequences_pb2.Document(parts=[sequences_pb2.Part(**fields)]))
 
@@ -291,6 +300,22 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (
         segments(kind=[1, 5], height=[1, 1], width=[2, 2], segments_per_document=[2], extra_tokens=[1, 0]),
         "segments.extra_tokens: got 2 numbers, want 1, one for each clip, thumbnail and tile",
+    ),
+    (
+        segments(**ONE_GRID, first_frame_segments=[0]),
+        "segments.first_frames: got 0 numbers, want 1, one for each of first_frame_segments",
+    ),
+    (
+        segments(**ONE_GRID, first_frame_segments=[1], first_frames=[0]),
+        "segments.first_frame_segments[0]: got 1, want <= 0",
+    ),
+    (
+        segments(**ONE_GRID, first_frame_segments=[0, 0], first_frames=[1, 2]),
+        "segments.first_frame_segments: got [0, 0], want ascending indices",
+    ),
+    (
+        segments(**ONE_GRID, first_frame_segments=[0], first_frames=[-(2**31)]),
+        "segments.first_frames[0]: got -2147483648, want >= -2147483647",
     ),
     (
         segments(kind=[5], height=[1], width=[2], segments_per_document=[1], extra_tokens=[0]),

@@ -14,6 +14,8 @@ from mmpos import Grid, InvalidInputError, LimitExceededError, Scheme, SegmentTa
 from mmpos.positions.place import ids_consumed
 from mmpos.schemes import (
     NOT_AFFINE,
+    SCHEMES,
+    Allegro,
     CogVideoX,
     Cosmos,
     Flux,
@@ -91,6 +93,48 @@ def test_text_with_constant_ids_is_not_padding() -> None:
     assert table.real_lengths.tolist() == [7]
 
 
+NO_REFERENCES = [
+    "lumina2", "ovis-image", "ideogram4", "hunyuan-image", "wan", "hunyuan-video", "cogvideox", "allegro", "ltx",
+    "ltx2", "cosmos", "kandinsky", MiniMaxH3(),
+]  # fmt: skip
+"""Layouts in which a second grid would have the ids of the first."""
+
+
+@pytest.mark.parametrize("scheme", NO_REFERENCES, ids=str)
+def test_a_second_grid_is_refused_by_layouts_that_know_no_references(scheme: str | Scheme) -> None:
+    grid = Grid(2, 2, seconds_per_frame=Fraction(1, 25))
+    alone = placed([grid], scheme).dense(dtype="float64")
+    assert np.array_equal(place(SegmentTable.from_documents([[grid]] * 2), scheme).dense(dtype="float64")[:, 4:], alone)
+    with pytest.raises(UnsupportedError, match=r"^documents\[1\]\[1\]: got another grid, want one grid per doc"):
+        place(SegmentTable.from_documents([[grid], [grid, grid]]), scheme)
+
+
+def test_a_first_frame_is_refused_by_layouts_without_one() -> None:
+    schemes = [scheme() for scheme in SCHEMES.values() if not scheme.keyframes]
+    assert {scheme.name for scheme in schemes} > {"rope-tie", "mrope-qwen2.5", "flux", "qwen-image", "anyflow-far"}
+    for scheme in schemes:
+        with pytest.raises(UnsupportedError, match=r"^documents\[0\]\[0\]: got a grid with a first_frame, want non"):
+            placed([Grid(2, 2, first_frame=0)], scheme)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "grid"),
+    [
+        (Ltx2(), Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 2**31 - 1))),
+        (Ltx2(), Grid(1, 1, frames=2, seconds_per_frame=2**31 - 1)),
+        (Ltx(), Grid(1, 1, frames=2, seconds_per_frame=Fraction(2**31 - 1, 2**31 - 3))),
+        (Ltx(), Grid(1, 1, seconds_per_frame=1000, first_frame=2**31 - 1)),
+        (Kandinsky(2**31 - 1, Fraction(1, 2**31 - 1)), Grid(1, 1, first_frame=1 - 2**31)),
+        (Cosmos(tokens_per_second=2**31 - 1), Grid(1, 1, frames=2, seconds_per_frame=2**31 - 1, first_frame=9)),
+        ("cogvideox", Grid(30, 45, first_frame=2**31 - 1, frames=2)),
+    ],
+    ids=range(7),
+)
+def test_absurd_times_and_first_frames_are_refused(scheme: str | Scheme, grid: Grid) -> None:
+    with pytest.raises(LimitExceededError):
+        placed([grid], scheme)
+
+
 @pytest.mark.parametrize("name", NOT_AFFINE)
 def test_layouts_that_are_not_affine_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
@@ -127,6 +171,8 @@ def test_unsupported_segments_are_refused(scheme: str | Scheme, segment: Segment
         (lambda: Ltx(causal_offset=9), InvalidInputError, "Ltx.causal_offset: got 9"),
         (lambda: Ltx2(axes=2), UnsupportedError, "Ltx2.axes: got 2, want 1 or 3"),
         (lambda: Kandinsky(frame_step=Fraction(1, 2**31)), LimitExceededError, "Kandinsky.frame_step: got 1/21474"),
+        (lambda: Kandinsky(Fraction(1, 2**31 - 1), Fraction(1, 2**31 - 3)), LimitExceededError, "Kandinsky: got steps"),
+        (lambda: Allegro(1, Fraction(1, 2**31 - 1), Fraction(1, 2**31 - 3)), LimitExceededError, "Allegro: got steps"),
         (lambda: Cosmos(tokens_per_second=0), InvalidInputError, "Cosmos.tokens_per_second: got 0"),
     ],
 )  # fmt: skip

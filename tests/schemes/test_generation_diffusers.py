@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
@@ -326,9 +327,12 @@ def ltx(draw: random.Random) -> Drawn:
         places = rope_of._prepare_video_coords(1, f, h, w, (8 / fps, 32, 32), torch.device("cpu"))[0]
         return Drawn(Ltx(causal_offset=8), [grid], ids(places * 2 - 1))
     of = pipeline("ltx.pipeline_ltx_condition").LTXConditionPipeline
-    coords = of._scale_video_ids(of._prepare_video_ids(1, f, h, w), 32, 8)[0].double()
+    first = draw.choice([0, draw.randint(1, 99)])  # that of a condition
+    coords = of._scale_video_ids(of._prepare_video_ids(1, f, h, w), 32, 8, first)[0].double()
     coords[0] /= fps
-    return Drawn("ltx", [grid], ids((2 * coords / torch.tensor([[20.0], [2048.0], [2048.0]]) - 1).T))
+    return Drawn(
+        "ltx", [replace(grid, first_frame=first)], ids((2 * coords / torch.tensor([[20.0], [2048.0], [2048.0]]) - 1).T)
+    )
 
 
 def ltx2(draw: random.Random) -> Drawn:
@@ -348,6 +352,22 @@ def ltx2(draw: random.Random) -> Drawn:
     return Drawn("ltx2", [grid], ids((2 * middle / torch.tensor([[20.0], [2048.0], [2048.0]]) - 1).T))
 
 
+def ltx2_keyframe(draw: random.Random) -> Drawn:
+    f, h, w = video(draw)
+    fps, first = draw.choice([24, 25, 30, 12.5]), draw.randint(1, 99)
+    of = pipeline("ltx2.pipeline_ltx2_condition").LTX2ConditionPipeline
+    sizes_of = SimpleNamespace(
+        transformer_spatial_patch_size=1,
+        transformer_temporal_patch_size=1,
+        vae_temporal_compression_ratio=8,
+        vae_spatial_compression_ratio=32,
+    )
+    bounds = of._prepare_keyframe_coords(sizes_of, f, h, w, first, 8 * f - 7, fps, torch.device("cpu"))
+    grid = Grid(h, w, frames=f, seconds_per_frame=1 / Fraction(fps), first_frame=first)
+    base = torch.tensor([[20.0], [2048.0], [2048.0]])
+    return Drawn("ltx2", [grid], ids((2 * bounds[0].double().mean(-1) / base - 1).T))
+
+
 def cosmos(draw: random.Random) -> Drawn:
     f, h, w = video(draw)
     fps = draw.choice([None, 16, 24, 30])
@@ -359,7 +379,7 @@ def cosmos(draw: random.Random) -> Drawn:
 
 def cosmos3(draw: random.Random) -> Drawn:
     of, text, (f, h, w) = pipeline("cosmos.pipeline_cosmos3_omni"), draw.randint(1, 40), video(draw)
-    fps, sound = draw.choice([None, 16, 24, 30]), draw.randint(2, 9)
+    fps, sound, action = draw.choice([None, 16, 24, 30]), draw.randint(2, 9), draw.randint(2, 9)
     words, following = of.get_3d_mrope_ids_text_tokens(text, 0)
     first = following + 15000
     video_ids, _ = of.get_3d_mrope_ids_vae_tokens(f, h, w, first, True, fps)
@@ -367,8 +387,10 @@ def cosmos3(draw: random.Random) -> Drawn:
     grids = [
         Grid(h, w, frames=f, seconds_per_frame=Fraction(1, fps or 24)),
         Grid(1, 1, frames=sound, seconds_per_frame=Fraction(1, 25)),
+        Grid(1, 1, frames=action, seconds_per_frame=Fraction(1, 40), first_frame=1),
     ]
-    return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, video_ids.T, sound_ids.T))
+    actions, _ = of.get_3d_mrope_ids_vae_tokens(action, 1, 1, first, True, 10, 24.0, 1, 4, start_frame_offset=1)
+    return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, video_ids.T, sound_ids.T, actions.T))
 
 
 def kandinsky(draw: random.Random) -> Drawn:
@@ -411,8 +433,8 @@ OF_MODELS: list[Callable[[random.Random], Drawn]] = [
 """Layouts that require only model modules."""
 
 OF_PIPELINES: list[Callable[[random.Random], Drawn]] = [
-    flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox, cogvideox_as_meant, ltx, cosmos3,
-    minimax_h3,
+    flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox, cogvideox_as_meant, ltx,
+    ltx2_keyframe, cosmos3, minimax_h3,
 ]  # fmt: skip
 """Layouts that also require pipelines, whose imports are slow."""
 

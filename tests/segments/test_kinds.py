@@ -6,6 +6,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from mmpos.segments import (
     Thumbnail,
     Tile,
 )
-from mmpos.segments.kinds import Segment
+from mmpos.segments.kinds import NO_FRAME, Segment
 from mmpos.segments.table import token_types
 
 CLIP_OF_3 = Clip(2, 2, frames=3, audio=5, seconds_per_frame=0.5)
@@ -225,6 +226,28 @@ def test_padding_keeps_all_columns() -> None:
         "row_separator": None,
         "extra_tokens": [0, 0, 5, 0, 1, 0, 0],
     }
+
+
+def test_grids_name_the_frame_at_which_they_begin() -> None:
+    documents: list[list[Segment]] = [[Text(2), Grid(1, 1)], [Grid(1, 2, first_frame=0), Grid(1, 1, first_frame=-8)]]
+    segments = SegmentTable.from_documents(documents)
+    assert fields(segments)["first_frame"] == [NO_FRAME, NO_FRAME, 0, -8]
+    assert fields(SegmentTable.from_arrays(**vars(segments))) == fields(segments)
+    padded = segments._with_padding(np.array([0, 1]), np.array([0, 0]))
+    assert fields(padded)["first_frame"] == [NO_FRAME, NO_FRAME, NO_FRAME, 0, -8]
+    plain = SegmentTable.from_documents([[Text(2)]])
+    assert plain.first_frame is None
+    assert plain == replace(plain, first_frame=np.array([NO_FRAME]))
+    assert SegmentTable.from_documents([[Grid(1, 1, first_frame=0)]]) != SegmentTable.from_documents([[Grid(1, 1)]])
+    for first, message in (
+        ([0], r"first_frame\[0\]: got one, want none outside grids"),
+        ([-(2**31) - 1], r"first_frame\[0\]: got -2147483649, want >= -2147483648"),
+        ([0, 0], r"first_frame: got shape \(2,\), want \(1,\)"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            SegmentTable.from_arrays([TEXT], [[1], [1], [2]], [0, 1], first_frame=first)
+    with pytest.raises(InvalidInputError, match=r"Grid\.first_frame: got 0\.5, want an integer"):
+        Grid(1, 1, first_frame=0.5)  # type: ignore[arg-type]
 
 
 def test_block_keys_depend_on_the_tokens_after_tiles() -> None:

@@ -483,7 +483,7 @@ def test_adjacent_grids_are_refused_in_the_tie_family(name: str) -> None:
     assert place(ADJACENT, name, strict=False).num_tokens == 8
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in TIES])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in TIES and SCHEMES[name]().references])
 def test_adjacent_grids_are_accepted_by_every_other_scheme(name: str) -> None:
     segments = from_documents([[Grid(1, 1), Grid(2, 2)]])
     assert place(segments, name).num_tokens == 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from types import FunctionType
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mmpos import PositionTable
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.integrations.diffusers import from_diffusers
+from mmpos.integrations.diffusers import TransformerSettings, from_diffusers
 from mmpos.rotary import Rotary
 from mmpos_diffusers.anatomy import Arguments, TransformerAnatomy, anatomy_of
 from mmpos_diffusers.rows import Rows, Streams
@@ -69,7 +69,7 @@ _ATTEND: ContextVar[Callable[..., Tensor] | None] = ContextVar("mmpos_attend", d
 """Method of these rows by which the running processor attends."""
 
 
-def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer:
+def patch(transformer: Transformer, rotary: Rotary | None = None, *, pipeline: object = None) -> Transformer:
     """Add a ``positions`` argument to a diffusers transformer, for images of mixed sizes, padded or packed.
 
     Calls without positions return the same bits as before. In ``transformer(…, positions=table)``, every image and
@@ -91,6 +91,7 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
         transformer: instance of a class in ``ANATOMIES``; changed in place.
         rotary: rotation of q and k, for example with another scaling; None uses the rotation that ``from_diffusers``
             reads.
+        pipeline: see ``from_diffusers``.
 
     Returns:
         The transformer itself.
@@ -103,8 +104,10 @@ def patch(transformer: Transformer, rotary: Rotary | None = None) -> Transformer
     if hasattr(transformer, _PATCH):
         raise InvalidInputError("transformer: got a patched transformer; call unpatch first")
     anatomy = anatomy_of(transformer)
-    own = from_diffusers(transformer).rotary
-    hook = TransformerHook(transformer, anatomy, own if rotary is None else _checked_rotary(rotary, own))
+    settings = from_diffusers(transformer, pipeline)
+    if rotary is not None:
+        settings = replace(settings, rotary=_checked_rotary(rotary, settings.rotary))
+    hook = TransformerHook(transformer, anatomy, settings)
     rope = getattr(transformer, anatomy.rope)
     if "forward" in vars(rope):
         got = f"{type(rope).__name__}.forward"
@@ -184,12 +187,12 @@ class TransformerHook:
     Args:
         transformer: the patched transformer.
         anatomy: anatomy of its class.
-        rotary: rotation of q and k.
+        settings: its scheme and the rotation of q and k.
     """
 
-    def __init__(self, transformer: nn.Module, anatomy: TransformerAnatomy, rotary: Rotary) -> None:
+    def __init__(self, transformer: nn.Module, anatomy: TransformerAnatomy, settings: TransformerSettings) -> None:
         self.anatomy = anatomy
-        self.rotary = rotary
+        self.settings = settings
         self.names = tuple(inspect.signature(type(transformer).forward).parameters)[1:]
         self.num_rotating = anatomy.num_rotating(transformer)
 
@@ -203,10 +206,10 @@ class TransformerHook:
             return (), arguments
         if not isinstance(positions, PositionTable):
             raise InvalidInputError(f"positions: got {type(positions).__name__}, want a PositionTable")
-        axes = self.rotary.axes
-        if positions.axes != axes:
-            raise InvalidInputError(f"positions.axes: got {positions.axes}, want {axes} as in rotary")
-        streams = self.anatomy.streams(transformer, positions, self.rotary, arguments)
+        scheme = self.settings.scheme.label
+        if positions.scheme != scheme:
+            raise InvalidInputError(f"positions.scheme: got {positions.scheme!r}, want {scheme!r}, the transformer's")
+        streams = self.anatomy.streams(transformer, positions, self.settings.rotary, arguments)
         arguments |= self.anatomy.replacements(streams, arguments)
         if self.anatomy.by_kwargs:
             block_kwargs = arguments.get("joint_attention_kwargs") or {}

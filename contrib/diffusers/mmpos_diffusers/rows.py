@@ -189,8 +189,6 @@ class Streams:
         self.text_mask = None if text_mask is None else text_mask.to(device).bool()[:, None, None]
         self.reached: list[None] = []
         is_image = positions.is_grid | positions.is_padding  # a document's padding follows its images
-        if TEXT not in lengths and not is_image.all():
-            raise InvalidInputError(f"positions: got text, want none, because {TEXT} is used in cross-attention")
         selected = {TEXT: ~is_image, IMAGE: is_image}
         self._streams = {name: self._stream(selected[name], length, name) for name, length in lengths.items()}
 

@@ -38,6 +38,7 @@ class Model:
     frames: ClassVar[bool] = False
     text: ClassVar[bool] = True
     references: ClassVar[bool] = False
+    pipeline: ClassVar[str | None] = None
     takes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class Model:
         return transformer
 
     def settings(self) -> TransformerSettings:
-        return from_diffusers(self.config)
+        return from_diffusers(self.config, self.pipeline)
 
     def document(self, i: int) -> list[Text | Grid]:
         """Return the text and images of document i."""
@@ -199,12 +200,12 @@ class QwenImage(Model):
 class Ltx(Model):
     frames = True
     text = False
+    pipeline = "LTXPipeline"
 
     def one(self, i: int) -> dict[str, Any]:
-        frames, height, width = self.sizes[i]
-        grid = torch.cartesian_prod(torch.arange(frames), torch.arange(height), torch.arange(width)).T.float()
-        coordinates = torch.stack([(8 * grid[0] - 7).clamp(min=0) / 25, 32 * grid[1], 32 * grid[2]])
-        return {"video_coords": coordinates[None], "encoder_attention_mask": torch.ones(1, TEXTS[i])}
+        sizes = dict(zip(("num_frames", "height", "width"), self.sizes[i], strict=True))
+        scale = (8 / 25, 32, 32)
+        return sizes | {"rope_interpolation_scale": scale, "encoder_attention_mask": torch.ones(1, TEXTS[i])}
 
     def encoder_hidden_states(self, which: Sequence[int], batch: bool) -> Tensor:
         return joined(self.texts, batch=True)[list(which)]
@@ -212,6 +213,16 @@ class Ltx(Model):
     def all(self, which: Sequence[int], batch: bool) -> dict[str, Any]:
         mask = torch.arange(max(TEXTS)) < torch.tensor(TEXTS)[:, None]
         return {"encoder_attention_mask": mask[list(which)].float()}
+
+
+class LtxCondition(Ltx):
+    pipeline = "LTXConditionPipeline"
+
+    def one(self, i: int) -> dict[str, Any]:
+        frames, height, width = self.sizes[i]
+        grid = torch.cartesian_prod(torch.arange(frames), torch.arange(height), torch.arange(width)).T.float()
+        coordinates = torch.stack([(8 * grid[0] - 7).clamp(min=0) / 25, 32 * grid[1], 32 * grid[2]])
+        return {"video_coords": coordinates[None], "encoder_attention_mask": torch.ones(1, TEXTS[i])}
 
 
 class Latents(Model):
@@ -282,7 +293,7 @@ class WanFromImages(Wan):
 
 
 _ALL = (
-    Flux, Bria, Chroma, LongCatImage, OvisImage, Flux2, QwenImage, HunyuanVideo, Ltx, Wan, WanVace, ChronoEdit,
-    WanFromImages,
+    Flux, Bria, Chroma, LongCatImage, OvisImage, Flux2, QwenImage, HunyuanVideo, Ltx, LtxCondition, Wan, WanVace,
+    ChronoEdit, WanFromImages,
 )  # fmt: skip
 MODELS: dict[str, type[Model]] = {model.__name__: model for model in _ALL}

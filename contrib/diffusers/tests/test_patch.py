@@ -88,7 +88,7 @@ def test_outputs_for_mixed_sizes_equal_those_of_each_image_alone(name: str) -> N
         return [model.alone(transformer, i) for i in THREE]
 
     want, bounds = alone(), rounding(alone, model, transformer)
-    patch(transformer)
+    patch(transformer, pipeline=model.pipeline)
     assert all(map(torch.equal, alone(), want))
     single = [model.call(transformer, [i], False, model.positions([i]))[0] for i in THREE]
     assert within(single, want, bounds)
@@ -114,7 +114,7 @@ def test_unpatch_leaves_nothing_behind(name: str) -> None:
         return [[(type(module), sorted(vars(module))) for module in modules], hooks, processors]
 
     before = state(transformer)
-    patch(transformer)
+    patch(transformer, pipeline=model.pipeline)
     for one in (transformer, copy.deepcopy(transformer)):
         assert unpatch(one) is one
         assert state(one) == before
@@ -127,7 +127,7 @@ def test_unpatch_leaves_nothing_behind(name: str) -> None:
 @every_model
 def test_gradient_checkpointing_does_not_change_the_gradients(name: str) -> None:
     model, transformer = build(name)
-    patch(transformer).train()
+    patch(transformer, pipeline=model.pipeline).train()
     gradients = []
     for checkpoints in (False, True):
         if checkpoints:
@@ -145,7 +145,7 @@ def test_gradient_checkpointing_does_not_change_the_gradients(name: str) -> None
 @torch.no_grad()
 def test_compiled_transformers_have_the_same_output(name: str) -> None:
     model, transformer = build(name)
-    patch(transformer)
+    patch(transformer, pipeline=model.pipeline)
     want = model.call(transformer, THREE, False, model.positions(THREE))
     compiled = torch.compile(transformer, backend="eager")
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_documents_in_a_packed_row_may_have_separate_timesteps(name: str) -> Non
         return outputs
 
     want, bounds, positions = alone(), rounding(alone, model, transformer), model.positions(THREE)
-    patch(transformer)
+    patch(transformer, pipeline=model.pipeline)
     for model.timestep in (times, times.repeat_interleave(torch.tensor(positions.lengths))[None]):
         assert within(model.call(transformer, THREE, False, positions), want, bounds)
 
@@ -211,7 +211,7 @@ FLUX_TABLE = MODELS["Flux"]().positions([0])
     ("change", "message"),
     [
         ({"positions": torch.zeros(4, 9)}, "positions: got Tensor, want a PositionTable"),
-        ({"positions": FLUX_TABLE}, "positions.axes: got 3, want 4 as in rotary"),
+        ({"positions": FLUX_TABLE}, "positions.scheme: got 'flux', want 'flux2', the transformer's"),
         ({"joint_attention_kwargs": {"attention_mask": 1}}, "joint_attention_kwargs must not have an attention_mask "),
         ({"img_ids": torch.zeros(9, 4)}, "img_ids cannot be combined with positions, which replace it"),
         ({IMAGE: torch.randn(1, 9, 16)}, "hidden_states: got 9 tokens per row, want 83 as in row 0 of positions"),
@@ -234,11 +234,9 @@ def test_arguments_that_contradict_positions_are_refused(change: dict[str, Any],
         transformer(**{**arguments, **change})
 
 
-def test_text_in_positions_is_refused_if_the_model_uses_it_in_cross_attention() -> None:
+def test_models_that_use_text_in_cross_attention_want_a_row_of_it_per_document() -> None:
     model = Wan()
     transformer, packed = patch(model.transformer()), pack_latents(model.latents, 2)
-    with pytest.raises(InvalidInputError, match="positions: got text, want none, because encoder_hidden_states"):
-        model.call(transformer, [0], False, FLUX_TABLE)
     with pytest.raises(InvalidInputError, match="encoder_hidden_states: got 2 rows, want 3, one per document"):
         transformer(packed, model.timestep, torch.randn(2, 6, 24), positions=model.positions(THREE))
 
@@ -319,6 +317,8 @@ def test_unknown_transformers_are_refused_by_name() -> None:
     ):
         with pytest.raises(UnsupportedError, match=message):
             patch(module, Rotary(32))  # type: ignore[type-var]
+    with pytest.raises(InvalidInputError, match="pipeline: got None, want one of LTXConditionPipeline, LTXI2V"):
+        patch(MODELS["Ltx"]().transformer())
     with pytest.raises(InvalidInputError, match="transformer: got a patched transformer; call unpatch"):
         patch(patch(Flux2().transformer()))
 

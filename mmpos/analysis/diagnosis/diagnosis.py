@@ -234,14 +234,13 @@ def _placed(
     keep = documents.kind != PAD
     segments = documents
     if not keep.all():
-        seconds, separator, extra = documents.seconds_per_frame, documents.row_separator, documents.extra_tokens
+        names = ("seconds_per_frame", "row_separator", "extra_tokens", "first_frame")
+        arrays = [getattr(documents, name) for name in names]
         segments = SegmentTable(
             documents.kind[keep],
             documents.extents[:, keep],
             np.concatenate([[0], np.cumsum(keep)])[documents.segment_offsets],
-            None if seconds is None else seconds[:, keep],
-            None if separator is None else separator[keep],
-            None if extra is None else extra[keep],
+            *(None if array is None else array[..., keep] for array in arrays),
         )
     return place(documents, chosen, start), segments, chosen
 

@@ -21,7 +21,7 @@ from mmpos.data.examples import Example, Location, Record, RecordError
 from mmpos.data.preprocess.settings import differences
 from mmpos.data.readers.base import Raw, broken, is_chosen, stride
 from mmpos.data.stores import open_parquet, store_path
-from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES
 from mmpos.segments.table import SegmentTable
@@ -441,6 +441,8 @@ def to_row(example: Example) -> Row:
         name = "positions" if segments.num_documents == 1 else "segments"
         got = getattr(sequence, name).num_documents
         raise InvalidInputError(f"{example.key}: {name}: got {counted(got, 'document')}, want one")
+    if segments.first_frame is not None:
+        raise UnsupportedError(f"{example.key}: segments.first_frame: got one, want None in a stored example")
     row: Row = {
         "key": text("key", example.key),
         "num_tokens": example.num_tokens,

@@ -20,6 +20,7 @@ from mmpos.rotary.scaling import NTK, Linspace
 from mmpos.schemes import get_scheme
 from mmpos.schemes.generation import (
     NOT_AFFINE,
+    Flux,
     Flux2,
     Flux3,
     HunyuanImage,
@@ -45,7 +46,8 @@ __all__ = ["REFUSED", "TRANSFORMERS"]
 
 Pairing = Literal["half", "adjacent"]
 Settings = dict[str, Any]
-"""Arguments of TransformerSettings other than class_name."""
+"""Arguments of TransformerSettings other than class_name. If pipelines of a class compute different ids, its scheme is
+a mapping from the name of each pipeline to its scheme, or to the reason why it has none."""
 
 Reader = Callable[[TransformerConfig], Settings]
 
@@ -314,7 +316,10 @@ def _ltx(config: TransformerConfig) -> Settings:
     config.want("patch_size", 1, 1)
     config.want("patch_size_t", 1, 1)
     heads, channels = config.integer("num_attention_heads", 32), config.integer("attention_head_dim", 64)
-    return {"scheme": Ltx(), "rotary": _ltx_rotary(heads, channels)}
+    whole = ("LTXImageToVideoPipeline", "LTXModularPipeline", "LTXPipeline")  # without a shorter first latent
+    causal = ("LTXConditionPipeline", "LTXI2VLongMultiPromptPipeline")
+    pipelines = dict.fromkeys(whole, Ltx(causal_offset=8)) | dict.fromkeys(causal, Ltx())
+    return {"scheme": pipelines, "rotary": _ltx_rotary(heads, channels)}
 
 
 def _ltx_2(config: TransformerConfig) -> Settings:
@@ -365,11 +370,16 @@ def _cosmos(config: TransformerConfig) -> Settings:
     longest = max(size // n for size, n in zip(sizes, patch, strict=True))
     rotary = Rotary(head, allocation="axial", axes_dim=dims, scaling=[NTK(scale) for scale in scales])
     limits = ((0, 2**31 - 1), (0, longest - 1), (0, longest - 1))  # frames are scaled after the lookup
-    return {"scheme": Cosmos(), "rotary": rotary, "patch_size": patch, "limits": limits}
+    timed = ["AnimaModularPipeline", "Cosmos2TextToImagePipeline", "Cosmos2VideoToWorldPipeline"]
+    timed += ["CosmosTextToWorldPipeline", "CosmosVideoToWorldPipeline"]
+    by_frame = ("Cosmos2_5_PredictBasePipeline", "Cosmos2_5_TransferPipeline")
+    pipelines = dict.fromkeys(timed, Cosmos()) | dict.fromkeys(by_frame, Wan())
+    return {"scheme": pipelines, "rotary": rotary, "patch_size": patch, "limits": limits}
 
 
 def _cosmos_3(config: TransformerConfig) -> Settings:
     config.want("unified_3d_mrope_reset_spatial_ids", True, True)
+    config.want("enable_fps_modulation", True, True)
     scaling = config.get("rope_scaling")
     default = tuple(scaling.get("mrope_section", (24, 20, 20))) if isinstance(scaling, Mapping) else (24, 20, 20)
     rotary = Rotary(
@@ -385,6 +395,25 @@ def _cosmos_3(config: TransformerConfig) -> Settings:
         margin=config.integer("unified_3d_mrope_temporal_modality_margin", 15000, minimum=0),
     )
     return {"scheme": scheme, "rotary": rotary, "patch_size": (1, side, side)}
+
+
+def _flux(config: TransformerConfig) -> Settings:
+    settings = _axial("flux", "axes_dims_rope", (16, 56, 56))(config)
+    if config.get("in_channels", 64) == 384:  # FLUX.1 Fill, which VisualCloze also uses
+        settings["scheme"] = dict.fromkeys(("VisualClozeGenerationPipeline", "VisualClozePipeline"), Flux(first=1))
+        settings["scheme"]["FluxFillPipeline"] = Flux()
+    return settings
+
+
+def _kandinsky_5(config: TransformerConfig) -> Settings:
+    reason = (
+        "it divides rows and columns by 2 if both sides have 480 to 854 pixels, else by 3.16; use mmpos.schemes."
+        "Kandinsky with row_step and col_step of Fraction(1, 2) or Fraction(25, 79)"
+    )
+    settings = _kandinsky((16, 24, 24))(config)
+    same = dict.fromkeys(("Kandinsky5I2IPipeline", "Kandinsky5T2IPipeline"), settings["scheme"])
+    by_size = dict.fromkeys(("Kandinsky5I2VPipeline", "Kandinsky5T2VPipeline"), reason)
+    return settings | {"scheme": same | by_size}
 
 
 def _kandinsky(dims: tuple[int, int, int], *, patch: tuple[int, int, int] = (1, 2, 2), scaled: bool = False) -> Reader:
@@ -419,7 +448,6 @@ def _minimax_h3(config: TransformerConfig) -> Settings:
 
 
 _HUNYUAN = _axial("hunyuan-video", "rope_axes_dim", (16, 56, 56), "rope_theta", 256.0, patch=None)
-_FLUX = _axial("flux", "axes_dims_rope", (16, 56, 56))
 _BRIA = _axial("flux", "axes_dims_rope", (16, 56, 56), "rope_theta")
 
 TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
@@ -430,7 +458,7 @@ TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
         "BriaFibo2Transformer2DModel": _bria_fibo_2,
         "BriaFiboTransformer2DModel": _BRIA,
         "BriaTransformer2DModel": _BRIA,
-        "ChromaTransformer2DModel": _FLUX,
+        "ChromaTransformer2DModel": _axial("flux", "axes_dims_rope", (16, 56, 56)),
         "ChronoEditTransformer3DModel": _chrono_edit,
         "CogVideoXTransformer3DModel": _cog_video(),
         "ConsisIDTransformer3DModel": _cog_video(stretched=True),
@@ -440,7 +468,7 @@ TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
         "ErnieImageTransformer2DModel": _ernie_image,
         "Flux2Transformer2DModel": _axial(Flux2(), "axes_dims_rope", (32, 32, 32, 32), "rope_theta", 2000.0),
         "Flux3Transformer2DModel": _axial(Flux3(), "axes_dims_rope", (32, 32, 32, 32), "rope_theta"),
-        "FluxTransformer2DModel": _FLUX,
+        "FluxTransformer2DModel": _flux,
         "GlmImageTransformer2DModel": _glm_image,
         "HiDreamImageTransformer2DModel": _axial("flux", "axes_dims_rope", (64, 32, 32), patch=None),
         "HunyuanDiT2DModel": _hunyuan_dit,
@@ -452,7 +480,7 @@ TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
         "Ideogram4Transformer2DModel": _ideogram_4,
         "JoyImageEditPlusTransformer3DModel": _joy_image,
         "JoyImageEditTransformer3DModel": _joy_image_edit,
-        "Kandinsky5Transformer3DModel": _kandinsky((16, 24, 24)),
+        "Kandinsky5Transformer3DModel": _kandinsky_5,
         "Kandinsky6SRTransformer3DModel": _kandinsky_6_sr,
         "Kandinsky6Transformer3DModel": _kandinsky((32, 48, 48), scaled=True),
         "Krea2Transformer2DModel": _axial("flux", "axes_dims_rope", (32, 48, 48), "rope_theta", 1000.0),

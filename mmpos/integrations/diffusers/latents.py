@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import counted
+from mmpos.support.checks import counted, integer, integers
 
 __all__ = ["pack_latents", "unpack_latents"]
 
@@ -64,29 +64,37 @@ def unpack_latents(packed: Tensor, sizes: Sequence[Sequence[int]], patch_size: P
     """
     dimensions = packed.dim() - 2
     sides = _sides(patch_size, dimensions)
+    if dimensions not in (2, 3) or packed.shape[2:-1] != sides[:-1]:
+        want = f"(rows, channels, patch frames if there are any, patch height, columns) for the patch {sides}"
+        raise InvalidInputError(f"packed: got shape {tuple(packed.shape)}, want {want}")
     for i, size in enumerate(sizes):
         if len(size) != dimensions:
             raise InvalidInputError(f"sizes[{i}]: got {tuple(size)}, want {counted(dimensions, 'number')}")
         _check_sides(size, sides, f"sizes[{i}]")
     widths = [prod(size) // prod(sides) * sides[-1] for size in sizes]
     rows = packed.shape[0]
-    if rows == len(sizes) > 1:
+    if rows == len(sizes) > 1 and max(widths) == packed.shape[-1]:
         strips = [row[..., :width] for row, width in zip(packed, widths, strict=True)]
     elif rows == 1 and sum(widths) == packed.shape[-1]:
         strips = list(packed[0].split(widths, -1))
     else:
-        got = f"{counted(len(sizes), 'size')} with {sum(widths)} columns"
+        got = f"{counted(len(sizes), 'size')} with {' and '.join(map(str, widths))} columns"
         raise InvalidInputError(f"sizes: got {got}, want the sizes of the strips in shape {tuple(packed.shape)}")
     return [_image(strip, size, sides) for strip, size in zip(strips, sizes, strict=True)]
 
 
 def _sides(patch_size: PatchSize, dimensions: int) -> tuple[int, ...]:
-    sides = (1, patch_size, patch_size) if isinstance(patch_size, int) else tuple(patch_size)
+    if isinstance(patch_size, int):
+        side = integer("patch_size", patch_size, minimum=1)
+        return (1, side, side)[-dimensions:]
+    sides = integers("patch_size", patch_size, minimum=1)
+    if len(sides) not in (dimensions, 3):
+        raise InvalidInputError(f"patch_size: got {sides}, want one side, or frames, height and width")
     return sides[-dimensions:]
 
 
 def _check_sides(size: Sequence[int], sides: Sequence[int], name: str) -> None:
-    if any(n % side or not n for n, side in zip(size, sides, strict=True)):
+    if any(n % side or n < 1 for n, side in zip(size, sides, strict=True)):
         raise InvalidInputError(f"{name}: got size {tuple(size)}, want multiples of the patch {tuple(sides)}")
 
 

@@ -58,7 +58,15 @@ class TransformerSettings:
             got, want = counted(self.rotary.axes, "axis"), self.scheme.axes
             raise InvalidInputError(f"rotary: got {got}, want {want} for scheme {self.scheme.name!r}")
 
-    def grid(self, height: int, width: int, *, frames: int = 1, fps: float | Fraction | None = None) -> Grid:
+    def grid(
+        self,
+        height: int,
+        width: int,
+        *,
+        frames: int = 1,
+        fps: float | Fraction | None = None,
+        first_frame: int | None = None,
+    ) -> Grid:
         """Return the token grid of an image or a video whose size is given in latents.
 
         Args:
@@ -67,6 +75,7 @@ class TransformerSettings:
             frames: frames of latents.
             fps: frames per second of the video, an integer or a Fraction; ``place`` raises an error for frames without
                 it if the scheme counts seconds.
+            first_frame: see ``Grid``.
 
         Raises:
             InvalidInputError: a size is not a multiple of the patch, or fps is not exact.
@@ -82,7 +91,7 @@ class TransformerSettings:
             sizes.append(size // side)
         whole = isinstance(fps, float) and fps.is_integer()
         seconds = None if fps is None else 1 / Fraction(checked_rate("fps", int(fps) if whole else fps))
-        return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds)
+        return Grid(sizes[1], sizes[2], frames=sizes[0], seconds_per_frame=seconds, first_frame=first_frame)
 
     def place(self, documents: SegmentTable | Sequence[Sequence[Any]]) -> PositionTable:
         """Compute positions for documents, each a text with its images; check the ids against the transformer's tables.
@@ -114,16 +123,19 @@ class TransformerSettings:
             raise LimitExceededError(f"documents[{d}]: got {got}, want {want}")
 
 
-def from_diffusers(config: object) -> TransformerSettings:
+def from_diffusers(config: object, pipeline: object = None) -> TransformerSettings:
     """Read the scheme and the rotation of a diffusers transformer from its config.
 
     Args:
         config: the contents of its config.json as a mapping, the path of that file or its folder, or the transformer
             itself (or any object with a ``config`` and the same class name).
+        pipeline: class name of the pipeline, or the pipeline itself; required if pipelines of the transformer compute
+            different ids, else None.
 
     Raises:
         UnsupportedError: the class is unknown, or no scheme computes its positions; the message gives the reason.
-        InvalidInputError: a field is missing or contradicts another, or a file cannot be read.
+        InvalidInputError: a field is missing or contradicts another, a file cannot be read, or the pipeline is missing,
+            unknown or not needed.
     """
     values = _values(config)
     name = values.get("_class_name")
@@ -133,7 +145,25 @@ def from_diffusers(config: object) -> TransformerSettings:
         raise UnsupportedError(f"config._class_name: got {name!r}, which is not supported: {REFUSED[name]}")
     if name not in TRANSFORMERS:
         raise UnsupportedError(f"config._class_name: got {name!r}, want one of {', '.join(sorted(TRANSFORMERS))}")
-    return TransformerSettings(name, **TRANSFORMERS[name](TransformerConfig(values)))
+    settings = TRANSFORMERS[name](TransformerConfig(values))
+    settings["scheme"] = _scheme(name, settings["scheme"], pipeline)
+    return TransformerSettings(name, **settings)
+
+
+def _scheme(name: str, schemes: Scheme | Mapping[str, Scheme | str], pipeline: object) -> Scheme:
+    """Return the scheme of a transformer's pipeline."""
+    got = pipeline if pipeline is None or isinstance(pipeline, str) else type(pipeline).__name__
+    if isinstance(schemes, Scheme):
+        if got is not None:
+            raise InvalidInputError(f"pipeline: got {got!r}, want None, since all pipelines of {name} use the same ids")
+        return schemes
+    scheme = schemes.get(str(got))
+    if scheme is None:
+        want = f"one of {', '.join(sorted(schemes))}, since pipelines of {name} use different ids"
+        raise InvalidInputError(f"pipeline: got {got!r}, want {want}")
+    if isinstance(scheme, str):
+        raise UnsupportedError(f"pipeline: got {got!r}, which is not supported: {scheme}")
+    return scheme
 
 
 def _values(config: object) -> Mapping[str, Any]:

@@ -29,7 +29,7 @@ from mmpos.rpc.v1 import table_pb2 as mmpos_dot_rpc_dot_v1_dot_table__pb2
 from mmpos.rpc.v1 import tensor_pb2 as mmpos_dot_rpc_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmmpos/rpc/v1/sequences.proto\x12\x0cmmpos.rpc.v1\x1a\x18mmpos/rpc/v1/error.proto\x1a\x1cmmpos/rpc/v1/positions.proto\x1a\x19mmpos/rpc/v1/scheme.proto\x1a\x18mmpos/rpc/v1/table.proto\x1a\x19mmpos/rpc/v1/tensor.proto\"*\n\tImageSize\x12\x0e\n\x06height\x18\x01 \x01(\x03\x12\r\n\x05width\x18\x02 \x01(\x03\"\xaa\x01\n\x04Grid\x12\x0e\n\x06height\x18\x01 \x01(\x03\x12\r\n\x05width\x18\x02 \x01(\x03\x12\x13\n\x06\x66rames\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x36\n\x11seconds_per_frame\x18\x04 \x01(\x0b\x32\x16.mmpos.rpc.v1.RationalH\x01\x88\x01\x01\x12\x15\n\rrow_separator\x18\x05 \x01(\x08\x42\t\n\x07_framesB\x14\n\x12_seconds_per_frame\"\x92\x01\n\x04\x43lip\x12\x0e\n\x06height\x18\x01 \x01(\x03\x12\r\n\x05width\x18\x02 \x01(\x03\x12\x0e\n\x06\x66rames\x18\x03 \x01(\x03\x12\r\n\x05\x61udio\x18\x04 \x01(\x03\x12\x36\n\x11seconds_per_frame\x18\x05 \x01(\x0b\x32\x16.mmpos.rpc.v1.RationalH\x00\x88\x01\x01\x42\x14\n\x12_seconds_per_frame\"\x8d\x02\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x12\x0f\n\x05image\x18\x03 \x01(\x0cH\x00\x12-\n\nimage_size\x18\x04 \x01(\x0b\x32\x17.mmpos.rpc.v1.ImageSizeH\x00\x12\"\n\x04grid\x18\x05 \x01(\x0b\x32\x12.mmpos.rpc.v1.GridH\x00\x12&\n\x06pixels\x18\x06 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x12\x0f\n\x05\x61udio\x18\x07 \x01(\x03H\x00\x12\"\n\x04\x63lip\x18\x08 \x01(\x0b\x32\x12.mmpos.rpc.v1.ClipH\x00\x42\t\n\x07\x63ontent\"-\n\x08\x44ocument\x12!\n\x05parts\x18\x01 \x03(\x0b\x32\x12.mmpos.rpc.v1.Part\"\xb3\x01\n\x0eSequencesQuery\x12)\n\tdocuments\x18\x01 \x03(\x0b\x32\x16.mmpos.rpc.v1.Document\x12\x14\n\x07profile\x18\x02 \x01(\tH\x00\x88\x01\x01\x12)\n\x06scheme\x18\x03 \x01(\x0b\x32\x14.mmpos.rpc.v1.SchemeH\x01\x88\x01\x01\x12\r\n\x05start\x18\x04 \x01(\x03\x12\x0f\n\x07patches\x18\x05 \x01(\x08\x42\n\n\x08_profileB\t\n\x07_scheme\"\xc6\x02\n\x08Sequence\x12\'\n\tinput_ids\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.Tensor\x12,\n\x08segments\x18\x02 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SegmentTable\x12*\n\tpositions\x18\x03 \x01(\x0b\x32\x17.mmpos.rpc.v1.Positions\x12*\n\x07patches\x18\x04 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x88\x01\x01\x12\x10\n\x08grid_thw\x18\x05 \x03(\x03\x12\x13\n\x0bimage_spans\x18\x06 \x03(\x03\x12\x14\n\x0cimage_hashes\x18\x07 \x03(\t\x12\x14\n\x0cpart_offsets\x18\x08 \x03(\x03\x12\x15\n\rimage_margins\x18\t \x03(\x03\x12\x15\n\raudio_margins\x18\n \x03(\x03\x42\n\n\x08_patches\"m\n\x0eSequenceResult\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.mmpos.rpc.v1.SequenceH\x00\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.mmpos.rpc.v1.ErrorH\x00\x42\t\n\x07outcome\":\n\tSequences\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.mmpos.rpc.v1.SequenceResult\";\n\x0c\x42uildRequest\x12+\n\x05query\x18\x01 \x01(\x0b\x32\x1c.mmpos.rpc.v1.SequencesQuery\";\n\rBuildResponse\x12*\n\tsequences\x18\x01 \x01(\x0b\x32\x17.mmpos.rpc.v1.Sequences\"M\n\x12StreamBuildRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12+\n\x05query\x18\x02 \x01(\x0b\x32\x1c.mmpos.rpc.v1.SequencesQuery\"\x80\x01\n\x13StreamBuildResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\tsequences\x18\x02 \x01(\x0b\x32\x17.mmpos.rpc.v1.SequencesH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.mmpos.rpc.v1.ErrorH\x00\x42\t\n\x07outcome2\xb0\x01\n\x0fSequenceService\x12\x45\n\x05\x42uild\x12\x1a.mmpos.rpc.v1.BuildRequest\x1a\x1b.mmpos.rpc.v1.BuildResponse\"\x03\x90\x02\x01\x12V\n\x0bStreamBuild\x12 .mmpos.rpc.v1.StreamBuildRequest\x1a!.mmpos.rpc.v1.StreamBuildResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmmpos/rpc/v1/sequences.proto\x12\x0cmmpos.rpc.v1\x1a\x18mmpos/rpc/v1/error.proto\x1a\x1cmmpos/rpc/v1/positions.proto\x1a\x19mmpos/rpc/v1/scheme.proto\x1a\x18mmpos/rpc/v1/table.proto\x1a\x19mmpos/rpc/v1/tensor.proto\"*\n\tImageSize\x12\x0e\n\x06height\x18\x01 \x01(\x03\x12\r\n\x05width\x18\x02 \x01(\x03\"\xd4\x01\n\x04Grid\x12\x0e\n\x06height\x18\x01 \x01(\x03\x12\r\n\x05width\x18\x02 \x01(\x03\x12\x13\n\x06\x66rames\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x36\n\x11seconds_per_frame\x18\x04 \x01(\x0b\x32\x16.mmpos.rpc.v1.RationalH\x01\x88\x01\x01\x12\x15\n\rrow_separator\x18\x05 \x01(\x08\x12\x18\n\x0b\x66irst_frame\x18\x06 \x01(\x03H\x02\x88\x01\x01\x42\t\n\x07_framesB\x14\n\x12_seconds_per_frameB\x0e\n\x0c_first_frame\"\x92\x01\n\x04\x43lip\x12\x0e\n\x06height\x18\x01 \x01(\x03\x12\r\n\x05width\x18\x02 \x01(\x03\x12\x0e\n\x06\x66rames\x18\x03 \x01(\x03\x12\r\n\x05\x61udio\x18\x04 \x01(\x03\x12\x36\n\x11seconds_per_frame\x18\x05 \x01(\x0b\x32\x16.mmpos.rpc.v1.RationalH\x00\x88\x01\x01\x42\x14\n\x12_seconds_per_frame\"\x8d\x02\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x12\x0f\n\x05image\x18\x03 \x01(\x0cH\x00\x12-\n\nimage_size\x18\x04 \x01(\x0b\x32\x17.mmpos.rpc.v1.ImageSizeH\x00\x12\"\n\x04grid\x18\x05 \x01(\x0b\x32\x12.mmpos.rpc.v1.GridH\x00\x12&\n\x06pixels\x18\x06 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x12\x0f\n\x05\x61udio\x18\x07 \x01(\x03H\x00\x12\"\n\x04\x63lip\x18\x08 \x01(\x0b\x32\x12.mmpos.rpc.v1.ClipH\x00\x42\t\n\x07\x63ontent\"-\n\x08\x44ocument\x12!\n\x05parts\x18\x01 \x03(\x0b\x32\x12.mmpos.rpc.v1.Part\"\xb3\x01\n\x0eSequencesQuery\x12)\n\tdocuments\x18\x01 \x03(\x0b\x32\x16.mmpos.rpc.v1.Document\x12\x14\n\x07profile\x18\x02 \x01(\tH\x00\x88\x01\x01\x12)\n\x06scheme\x18\x03 \x01(\x0b\x32\x14.mmpos.rpc.v1.SchemeH\x01\x88\x01\x01\x12\r\n\x05start\x18\x04 \x01(\x03\x12\x0f\n\x07patches\x18\x05 \x01(\x08\x42\n\n\x08_profileB\t\n\x07_scheme\"\xc6\x02\n\x08Sequence\x12\'\n\tinput_ids\x18\x01 \x01(\x0b\x32\x14.mmpos.rpc.v1.Tensor\x12,\n\x08segments\x18\x02 \x01(\x0b\x32\x1a.mmpos.rpc.v1.SegmentTable\x12*\n\tpositions\x18\x03 \x01(\x0b\x32\x17.mmpos.rpc.v1.Positions\x12*\n\x07patches\x18\x04 \x01(\x0b\x32\x14.mmpos.rpc.v1.TensorH\x00\x88\x01\x01\x12\x10\n\x08grid_thw\x18\x05 \x03(\x03\x12\x13\n\x0bimage_spans\x18\x06 \x03(\x03\x12\x14\n\x0cimage_hashes\x18\x07 \x03(\t\x12\x14\n\x0cpart_offsets\x18\x08 \x03(\x03\x12\x15\n\rimage_margins\x18\t \x03(\x03\x12\x15\n\raudio_margins\x18\n \x03(\x03\x42\n\n\x08_patches\"m\n\x0eSequenceResult\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.mmpos.rpc.v1.SequenceH\x00\x12$\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x13.mmpos.rpc.v1.ErrorH\x00\x42\t\n\x07outcome\":\n\tSequences\x12-\n\x07results\x18\x01 \x03(\x0b\x32\x1c.mmpos.rpc.v1.SequenceResult\";\n\x0c\x42uildRequest\x12+\n\x05query\x18\x01 \x01(\x0b\x32\x1c.mmpos.rpc.v1.SequencesQuery\";\n\rBuildResponse\x12*\n\tsequences\x18\x01 \x01(\x0b\x32\x17.mmpos.rpc.v1.Sequences\"M\n\x12StreamBuildRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12+\n\x05query\x18\x02 \x01(\x0b\x32\x1c.mmpos.rpc.v1.SequencesQuery\"\x80\x01\n\x13StreamBuildResponse\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\tsequences\x18\x02 \x01(\x0b\x32\x17.mmpos.rpc.v1.SequencesH\x00\x12$\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x13.mmpos.rpc.v1.ErrorH\x00\x42\t\n\x07outcome2\xb0\x01\n\x0fSequenceService\x12\x45\n\x05\x42uild\x12\x1a.mmpos.rpc.v1.BuildRequest\x1a\x1b.mmpos.rpc.v1.BuildResponse\"\x03\x90\x02\x01\x12V\n\x0bStreamBuild\x12 .mmpos.rpc.v1.StreamBuildRequest\x1a!.mmpos.rpc.v1.StreamBuildResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,29 +41,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_IMAGESIZE']._serialized_start=182
   _globals['_IMAGESIZE']._serialized_end=224
   _globals['_GRID']._serialized_start=227
-  _globals['_GRID']._serialized_end=397
-  _globals['_CLIP']._serialized_start=400
-  _globals['_CLIP']._serialized_end=546
-  _globals['_PART']._serialized_start=549
-  _globals['_PART']._serialized_end=818
-  _globals['_DOCUMENT']._serialized_start=820
-  _globals['_DOCUMENT']._serialized_end=865
-  _globals['_SEQUENCESQUERY']._serialized_start=868
-  _globals['_SEQUENCESQUERY']._serialized_end=1047
-  _globals['_SEQUENCE']._serialized_start=1050
-  _globals['_SEQUENCE']._serialized_end=1376
-  _globals['_SEQUENCERESULT']._serialized_start=1378
-  _globals['_SEQUENCERESULT']._serialized_end=1487
-  _globals['_SEQUENCES']._serialized_start=1489
-  _globals['_SEQUENCES']._serialized_end=1547
-  _globals['_BUILDREQUEST']._serialized_start=1549
-  _globals['_BUILDREQUEST']._serialized_end=1608
-  _globals['_BUILDRESPONSE']._serialized_start=1610
-  _globals['_BUILDRESPONSE']._serialized_end=1669
-  _globals['_STREAMBUILDREQUEST']._serialized_start=1671
-  _globals['_STREAMBUILDREQUEST']._serialized_end=1748
-  _globals['_STREAMBUILDRESPONSE']._serialized_start=1751
-  _globals['_STREAMBUILDRESPONSE']._serialized_end=1879
-  _globals['_SEQUENCESERVICE']._serialized_start=1882
-  _globals['_SEQUENCESERVICE']._serialized_end=2058
+  _globals['_GRID']._serialized_end=439
+  _globals['_CLIP']._serialized_start=442
+  _globals['_CLIP']._serialized_end=588
+  _globals['_PART']._serialized_start=591
+  _globals['_PART']._serialized_end=860
+  _globals['_DOCUMENT']._serialized_start=862
+  _globals['_DOCUMENT']._serialized_end=907
+  _globals['_SEQUENCESQUERY']._serialized_start=910
+  _globals['_SEQUENCESQUERY']._serialized_end=1089
+  _globals['_SEQUENCE']._serialized_start=1092
+  _globals['_SEQUENCE']._serialized_end=1418
+  _globals['_SEQUENCERESULT']._serialized_start=1420
+  _globals['_SEQUENCERESULT']._serialized_end=1529
+  _globals['_SEQUENCES']._serialized_start=1531
+  _globals['_SEQUENCES']._serialized_end=1589
+  _globals['_BUILDREQUEST']._serialized_start=1591
+  _globals['_BUILDREQUEST']._serialized_end=1650
+  _globals['_BUILDRESPONSE']._serialized_start=1652
+  _globals['_BUILDRESPONSE']._serialized_end=1711
+  _globals['_STREAMBUILDREQUEST']._serialized_start=1713
+  _globals['_STREAMBUILDREQUEST']._serialized_end=1790
+  _globals['_STREAMBUILDRESPONSE']._serialized_start=1793
+  _globals['_STREAMBUILDRESPONSE']._serialized_end=1921
+  _globals['_SEQUENCESERVICE']._serialized_start=1924
+  _globals['_SEQUENCESERVICE']._serialized_end=2100
 # @@protoc_insertion_point(module_scope)

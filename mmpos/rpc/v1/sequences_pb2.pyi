@@ -60,6 +60,7 @@ class Grid(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
     ROW_SEPARATOR_FIELD_NUMBER: _builtins.int
+    FIRST_FRAME_FIELD_NUMBER: _builtins.int
     height: _builtins.int
     """Rows of patches."""
     width: _builtins.int
@@ -68,6 +69,8 @@ class Grid(_message.Message):
     """Frames, 1 by default."""
     row_separator: _builtins.bool
     """Whether every row ends in an additional token. Profiles with a row marker set it for all images; others refuse it."""
+    first_frame: _builtins.int
+    """Frame at which the grid begins, for schemes of generation models."""
     @_builtins.property
     def seconds_per_frame(self) -> _table_pb2.Rational:
         """Time between two frames."""
@@ -80,15 +83,20 @@ class Grid(_message.Message):
         frames: _builtins.int | None = ...,
         seconds_per_frame: _table_pb2.Rational | None = ...,
         row_separator: _builtins.bool = ...,
+        first_frame: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frames", b"_frames", "_seconds_per_frame", b"_seconds_per_frame", "frames", b"frames", "seconds_per_frame", b"seconds_per_frame"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_frame", b"_first_frame", "_frames", b"_frames", "_seconds_per_frame", b"_seconds_per_frame", "first_frame", b"first_frame", "frames", b"frames", "seconds_per_frame", b"seconds_per_frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frames", b"_frames", "_seconds_per_frame", b"_seconds_per_frame", "frames", b"frames", "height", b"height", "row_separator", b"row_separator", "seconds_per_frame", b"seconds_per_frame", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_frame", b"_first_frame", "_frames", b"_frames", "_seconds_per_frame", b"_seconds_per_frame", "first_frame", b"first_frame", "frames", b"frames", "height", b"height", "row_separator", b"row_separator", "seconds_per_frame", b"seconds_per_frame", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_frame: _TypeAlias = _typing.Literal["first_frame"]  # noqa: Y015
+    _WhichOneofArgType__first_frame: _TypeAlias = _typing.Literal["_first_frame", b"_first_frame"]  # noqa: Y015
     _WhichOneofReturnType__frames: _TypeAlias = _typing.Literal["frames"]  # noqa: Y015
     _WhichOneofArgType__frames: _TypeAlias = _typing.Literal["_frames", b"_frames"]  # noqa: Y015
     _WhichOneofReturnType__seconds_per_frame: _TypeAlias = _typing.Literal["seconds_per_frame"]  # noqa: Y015
     _WhichOneofArgType__seconds_per_frame: _TypeAlias = _typing.Literal["_seconds_per_frame", b"_seconds_per_frame"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_frame) -> _WhichOneofReturnType__first_frame | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frames) -> _WhichOneofReturnType__frames | None: ...
     @_typing.overload

@@ -91,7 +91,7 @@ Global___Rational: _TypeAlias = Rational  # noqa: Y015
 
 @_typing.final
 class SegmentTable(_message.Message):
-    """Segments of a batch of documents, before placement by a scheme. All lists but the last four have one entry per
+    """Segments of a batch of documents, before placement by a scheme. All lists but the last six have one entry per
     segment; the segments of a document are adjacent.
     """
 
@@ -105,6 +105,8 @@ class SegmentTable(_message.Message):
     SECONDS_PER_FRAME_FIELD_NUMBER: _builtins.int
     ROW_SEPARATOR_SEGMENTS_FIELD_NUMBER: _builtins.int
     EXTRA_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_FRAME_SEGMENTS_FIELD_NUMBER: _builtins.int
+    FIRST_FRAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kind(self) -> _containers.RepeatedScalarFieldContainer[Global___SegmentKind.ValueType]:
         """Kind of each segment."""
@@ -139,6 +141,14 @@ class SegmentTable(_message.Message):
         tokens after a thumbnail or a tile. Empty if all are 0.
         """
 
+    @_builtins.property
+    def first_frame_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices, ascending, of the grids that name the frame at which they begin."""
+
+    @_builtins.property
+    def first_frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These frames, one for each index: -2^31 + 1 to 2^31 - 1."""
+
     def __init__(
         self,
         *,
@@ -150,10 +160,12 @@ class SegmentTable(_message.Message):
         seconds_per_frame: _abc.Iterable[Global___Rational] | None = ...,
         row_separator_segments: _abc.Iterable[_builtins.int] | None = ...,
         extra_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        first_frame_segments: _abc.Iterable[_builtins.int] | None = ...,
+        first_frames: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_tokens", b"extra_tokens", "frames", b"frames", "height", b"height", "kind", b"kind", "row_separator_segments", b"row_separator_segments", "seconds_per_frame", b"seconds_per_frame", "segments_per_document", b"segments_per_document", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_tokens", b"extra_tokens", "first_frame_segments", b"first_frame_segments", "first_frames", b"first_frames", "frames", b"frames", "height", b"height", "kind", b"kind", "row_separator_segments", b"row_separator_segments", "seconds_per_frame", b"seconds_per_frame", "segments_per_document", b"segments_per_document", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -132,7 +132,8 @@ def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
 
 
 def _view(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[positions_pb2.View]:
-    return st.builds(lambda **values: positions_pb2.View(**{kind: values}), **fields)
+    view: Any = positions_pb2.View
+    return st.builds(lambda **values: view(**{kind: values}), **fields)
 
 
 _few = st.lists(st.integers(0, 8), min_size=2, max_size=2)

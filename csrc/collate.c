@@ -116,26 +116,13 @@ static int ascend(const Matrix *spans, int64_t tokens) {
     return 1;
 }
 
-/* Read a table's two arrays and its number of tokens from the attributes in `names`; return 0 if one is not as
- * expected, or if there are more segments than tokens. */
-static int take_table(Document *document, PyObject *positions, PyObject *const *names, int64_t *tokens) {
-    const Matrix *table = &document->table;
-    PyObject *count = attribute(positions, names[2]);
-    *tokens = count != NULL && PyLong_CheckExact(count) ? PyLong_AsLongLong(count) : -1;
-    Py_XDECREF(count);
-    PyErr_Clear();
-    return take_rows(document, positions, names[0], &document->table) &&
-           take_rows(document, positions, names[1], &document->header) && document->header.rows == 4 &&
-           within(table->columns, 0, *tokens) && within(table->rows, AXES + 4, AXES + 4 * MAX_AXES);
-}
-
 /* Read the positions of one document. */
 static int take_positions(Document *document, PyObject *positions, PyObject *const *names) {
     const Matrix *header = &document->header;
     int64_t tokens;
-    return take_table(document, positions, names + TABLE, &tokens) && tokens == document->tokens &&
-           document->table.columns > 0 && header->columns == 1 && entry(header, FIRST_SEGMENT, 0) == 0 &&
-           entry(header, FIRST_TOKEN, 0) == 0;
+    return take_placed(&document->buffers, positions, names + TABLE, &document->table, &document->header, &tokens) &&
+           tokens == document->tokens && document->table.columns > 0 && header->columns == 1 &&
+           entry(header, FIRST_SEGMENT, 0) == 0 && entry(header, FIRST_TOKEN, 0) == 0;
 }
 
 /* Record whether the positions have the same scheme as the previous ones, and whether they are fractional. */

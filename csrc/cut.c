@@ -386,30 +386,30 @@ PyObject *native_cut(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     return answer(&buffers, result);
 }
 
+int take_placed(Buffers *buffers, PyObject *object, PyObject *const *names, Matrix *table, Matrix *documents,
+                int64_t *tokens) {
+    PyObject *read[3] = {NULL, NULL, NULL};
+    int fits = object != NULL;
+    for (int i = 0; fits && i < 3; i++) {
+        read[i] = PyObject_GetAttr(object, names[i]);
+        fits = read[i] != NULL;
+    }
+    fits = fits && take_matrix(buffers, read[0], 0, table) && take_matrix(buffers, read[1], 0, documents) &&
+           read_int(read[2], tokens) && is_placed(table, documents) && table->rows <= AXES + 4 * MAX_AXES &&
+           within(table->columns, 0, *tokens);
+    for (int i = 0; i < 3; i++) {
+        Py_XDECREF(read[i]); /* the buffers hold references */
+    }
+    PyErr_Clear();
+    return fits;
+}
+
 /* A table from which documents are read. */
 typedef struct {
     Buffers buffers;
     Matrix table, documents;
     int64_t tokens;
 } Source;
-
-/* Read the attributes of a table of this class; return 0 if one is not as expected. */
-static int take_source(Source *source, PyObject *table, PyObject *class, PyObject *names) {
-    PyObject *read[3] = {NULL, NULL, NULL};
-    int fits = table != NULL && (PyObject *)Py_TYPE(table) == class;
-    for (int i = 0; fits && i < 3; i++) {
-        read[i] = PyObject_GetAttr(table, PyTuple_GetItem(names, i));
-        fits = read[i] != NULL;
-    }
-    fits = fits && take_matrix(&source->buffers, read[0], 0, &source->table) &&
-           take_matrix(&source->buffers, read[1], 0, &source->documents) && read_int(read[2], &source->tokens) &&
-           is_placed(&source->table, &source->documents) && within(source->table.columns, 0, source->tokens);
-    for (int i = 0; i < 3; i++) {
-        Py_XDECREF(read[i]);
-    }
-    PyErr_Clear();
-    return fits;
-}
 
 /* Append documents first to stop of a table. */
 static int put_documents(Cut *cut, const Source *source, int64_t first, int64_t stop) {
@@ -476,7 +476,7 @@ PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t a
     Buffers buffers;
     Cut cut;
     Numbers asked[2] = {{{NULL, -1, 0}, 0, NULL}, {{NULL, -1, 0}, 0, NULL}};
-    PyObject *result = NULL;
+    PyObject *result = NULL, *names[3];
     int64_t taken = 0, *changes = NULL;
     (void)self;
     if (!arguments("concatenate", 5, argument_count)) {
@@ -487,12 +487,17 @@ PyObject *native_concatenate(PyObject *self, PyObject *const *args, Py_ssize_t a
     int64_t count = length_of(args[0]);
     int fits = within(count, 1, INT32_MAX) && PyTuple_Check(args[2]) && PyTuple_Size(args[2]) == 3 &&
                take_numbers(&buffers, args[3], &asked[0]) && take_numbers(&buffers, args[4], &asked[1]);
+    for (int i = 0; fits && i < 3; i++) {
+        names[i] = PyTuple_GetItem(args[2], i);
+    }
     Source *sources = fits ? malloc((size_t)count * sizeof *sources) : NULL;
     for (fits = sources != NULL; fits && taken < count; taken++) {
         PyObject *table = PySequence_GetItem(args[0], taken);
-        sources[taken].buffers.count = 0;
-        fits =
-            take_source(&sources[taken], table, args[1], args[2]) && sources[taken].table.rows == sources[0].table.rows;
+        Source *each = &sources[taken];
+        each->buffers.count = 0;
+        fits = table != NULL && (PyObject *)Py_TYPE(table) == args[1] &&
+               take_placed(&each->buffers, table, names, &each->table, &each->documents, &each->tokens) &&
+               each->table.rows == sources[0].table.rows;
         Py_XDECREF(table);
     }
     if (fits) {

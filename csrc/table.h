@@ -28,6 +28,11 @@ static inline int64_t is_padding(const Matrix *table, int64_t s) {
 
 static inline int is_block(const Matrix *matrix, int64_t rows) { return matrix->format == 'q' && matrix->rows == rows; }
 
+/* Read a table's two arrays and its number of tokens from three attributes; return 0 if one is not as expected, or if
+ * there are more segments than tokens. */
+int take_placed(Buffers *buffers, PyObject *object, PyObject *const *names, Matrix *table, Matrix *documents,
+                int64_t *tokens);
+
 /* Fill out, (rows, num_tokens) of int32, int64 or float64 at any alignment, with the table's ids on these axes; return
  * 0 if the table is malformed. */
 int expand_ids(const Matrix *table, int64_t num_tokens, const Matrix *out, const uint8_t *axes, int wide);

@@ -50,10 +50,11 @@ def make_model(config: Any, checkpoint: Path | None) -> Any:
 
     Trainer ignores such weights, and it does not know the names under which Qwen2-VL and Qwen2.5-VL are saved.
     """
+    kind: Any = AutoModelForImageTextToText
     if checkpoint is None:
-        return AutoModelForImageTextToText.from_config(config)
-    model, info = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
-    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+        return kind.from_config(config)
+    model, info = kind.from_pretrained(checkpoint, output_loading_info=True)
+    wrong = {fault: sorted(map(str, names)) for fault, names in info.items() if names}
     if wrong:
         raise ValueError(f"{checkpoint}: got weights with {wrong}, want exactly those of the model")
     return model

@@ -463,6 +463,15 @@ class InterleavedSequence:
         spans = np.concatenate([images[whole], pictures, self.audio_spans + np.array([-before, after])])
         return spans[spans[:, 0].argsort()]
 
+    def image_tokens(self) -> tuple[IntArray, IntArray]:
+        """Return indices to scatter image features, as ``Batch`` does: ``embeddings[tokens] = features[rows]``.
+
+        Returns:
+            (patch tokens,) int64 indices into ``input_ids``, and the feature row of each.
+        """
+        (tokens,) = (self.token_type_ids == PATCH).nonzero()
+        return tokens, np.arange(tokens.size)
+
     def span_name(self, span: int) -> str:
         """Name an entry of marked_spans for error messages, such as image 0 or audio 2."""
         first, stop = self.marked_spans[span].tolist()

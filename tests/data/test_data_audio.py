@@ -108,6 +108,8 @@ def test_a_packed_batch_maps_features_to_tokens() -> None:
     assert (tokens.tolist(), rows.tolist()) == ([3, 4, 12, 13, 16, 25], [0, 1, 2, 3, 4, 5])
     tokens, rows = batch.image_tokens()
     assert (tokens.tolist(), rows.tolist()) == ([10, 11, 14, 15, 20, 28, 29], [0, 1, 2, 3, 4, 5, 6])
+    alone = SPOKEN.sequence.image_tokens()
+    assert [indices.tolist() for indices in alone] == [[10, 11, 14, 15, 20], [0, 1, 2, 3, 4]]
     assert batch.as_dict()["audio_spans"] is batch.audio_spans
     moved = batch.to("meta")
     assert moved.audio_spans is not None

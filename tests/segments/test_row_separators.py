@@ -157,6 +157,7 @@ def test_a_batch_distinguishes_patches_from_separators() -> None:
     assert (batch.input_ids[tokens] == PATCH).all()
     assert int((batch.input_ids == PATCH).sum()) == len(tokens) == 7
     assert rows.tolist() == list(range(7))
+    assert [indices.tolist() for indices in FIRST.sequence.image_tokens()] == [[3, 4, 6, 7], [0, 1, 2, 3]]
 
 
 some_documents = st.lists(

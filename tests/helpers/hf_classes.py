@@ -93,7 +93,7 @@ def rotations() -> dict[Any, Any]:
             module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
             for class_name in TAKEN.get(name, [config]):
                 cls = config_classes().get(class_name)
-                if cls is not None and "text_config" not in cls.sub_configs_defaults:  # its text config rotates
+                if cls is not None and "text_config" not in cls.sub_configs:  # its text config rotates
                     pairs.setdefault(cls, getattr(module, name))
     for model, architecture in MODEL_MAPPING_NAMES.items():  # model types that share a class with another type
         for twin, other in MODEL_MAPPING_NAMES.items():

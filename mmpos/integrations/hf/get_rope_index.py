@@ -404,8 +404,8 @@ def _compute(
     types, mask, images, videos, intervals = on_host(mm_token_type_ids, mask, image_grid_thw, video_grid_thw, intervals)
     merging = Merging(temporal_merge_size, spatial_merge_size, frames_apart, lenient=True, types=True)
     assert types is not None, "checked by the caller"
-    padded = [_with_row_ends(grids, spatial_merge_size) if row_separator else grids for grids in (images, videos)]
-    scanned = scan_tensors(types, _TYPES, merging, *padded, mask)
+    ends = spatial_merge_size if row_separator else 0
+    scanned = scan_tensors(types, _TYPES, merging, _with_row_ends(images, ends), _with_row_ends(videos, ends), mask)
     if scanned is not None:
         segments, video_of_segment = scanned
         positions = place(segments, _MROPE) if intervals is None else _timed(segments, video_of_segment, intervals)
@@ -425,8 +425,11 @@ def _compute(
 
 
 def _with_row_ends(grid_thw: Tensor | None, merge: int) -> Tensor | None:
-    """Widen grids before merging by one merged column; the C pass declines grids of another shape or without width."""
-    if grid_thw is None or grid_thw.dtype != torch.int64 or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
+    """Widen grids before merging by one merged column, unless ``merge`` is 0.
+
+    The C pass declines grids of another shape, and grids without width.
+    """
+    if not merge or grid_thw is None or grid_thw.dtype != torch.int64 or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         return grid_thw
     widened, width = grid_thw.clone(), grid_thw[:, 2] // merge
     widened[:, 2] = torch.where(width > 0, (width + 1) * merge, 0)

@@ -75,7 +75,6 @@ _VISION = ("vision_start_token_id", "vision_end_token_id")
 _IMAGE, _VIDEO = (("image_start_token_id", "image_end_token_id"), ("video_start_token_id", "video_end_token_id"))
 _GEMMA = ("boi_token_id", "eoi_token_id")
 _TIMES = "timestamps between frames"
-_BY_LAYER = "the rotation depends on the type of layer: pass layer_type"
 _QWEN35 = "a quarter of each head is rotated; only layers with full attention have rotations"
 _SLIDING = "two rotations: pass layer_type"
 _NO_ROPE = "layers with full attention have no rotation"
@@ -114,7 +113,7 @@ MODEL_TYPES: Mapping[str, ModelType] = by_name(
         "qwen3_vl qwen3_vl_moe": _TIMESTAMPS,
         "qwen3_5 qwen3_5_moe": replace(_TIMESTAMPS, note=_QWEN35),
         "qwen4_exp": _frames_apart("partial_rotary_factor of each head is rotated; see Qwen3.5"),
-        "cohere_compass": _frames_apart(f"{_BY_LAYER}; Transformers before 5.21 rotates differently"),
+        "cohere_compass": _frames_apart("the rotation depends on the type of layer: pass layer_type"),
         "cosmos3_edge": _frames_apart(f"{_TIMES}; the encoder has no rotation"),
         "cosmos3_omni": _frames_apart(f"{_TIMES}; the encoder of Qwen3-VL", text=_names("qwen3_vl_text")),
         "hy_v4_vl": ModelType(

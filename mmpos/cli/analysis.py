@@ -15,15 +15,7 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, app, group, place_specs
-from mmpos.cli.options import (
-    DEFAULT,
-    SchemeName,
-    Specs,
-    make_scheme,
-    read_config,
-    read_specs,
-    scheme_option,
-)
+from mmpos.cli.options import DEFAULT, SchemeName, Specs, make_scheme, read_config, read_specs, scheme_option
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import Side
 from mmpos.schemes import Scheme

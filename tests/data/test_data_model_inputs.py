@@ -15,6 +15,7 @@ from mmpos import Grid, SequenceBuilder
 from mmpos.data import Batch, ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs
 from mmpos.data.examples import Example, Location, RecordError
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.schemes import MRopeTransformers
 from mmpos.segments import Audio
 
 TEXT = {"num_attention_heads": 2, "hidden_size": 32, "rope_theta": 1e4}
@@ -293,6 +294,12 @@ def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
 def test_errors_name_an_inconsistent_record(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=f"^r1: {message}"):
         ProcessedInputs(SETTINGS)({**RECORD, **change}, HERE)
+
+
+def test_a_video_without_its_seconds_is_refused_if_ids_depend_on_them() -> None:
+    timed = ProcessedInputs(replace(SETTINGS, scheme=MRopeTransformers(tokens_per_second=2)))
+    with pytest.raises(RecordError, match=r"^r1: .* got 2 frames without a time, want second_per_grid_ts"):
+        timed(RECORD, HERE)
 
 
 GEMMA = mmpos.from_hf_config(

@@ -560,15 +560,9 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
         (["s0.jsonl", "--tokenizer", "s0.jsonl"], None),
         ([], "Missing argument 'INPUT...'; see mmpos preprocess --help"),
         (["broken.jsonl"], None),
-        (
-            ["s0.jsonl", "--config", "none"],
-            "--config: got 'none', want the folder of a model",
-        ),
+        (["s0.jsonl", "--config", "none"], "--config: got 'none', want the folder of a model"),
         (["s0.jsonl", "--config", ".", "--scheme", "tie"], "--config cannot be combined with --scheme"),
-        (
-            ["s0.jsonl", "--config", ".", "--tokenizer", "bytes"],
-            "--config cannot be combined with --tokenizer",
-        ),
+        (["s0.jsonl", "--config", ".", "--tokenizer", "bytes"], "--config cannot be combined with --tokenizer"),
         (["s0.jsonl", "--max-skipped", "1.5"], "--max-skipped: got 1.5, want a share from 0 to 1"),
     ],
 )

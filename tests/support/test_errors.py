@@ -364,7 +364,7 @@ LIMITS: list[Refusal] = [
         "documents[0], tokens 4 to 4: got ids up to 2147483650, want ids within int32",
     ),
     (
-        lambda: placed([Grid(1, 1, frames=2**31 - 1)], MRopeQwen25(tokens_per_second=3)),
+        lambda: placed([Grid(1, 1, frames=2**31 - 1, seconds_per_frame=1)], MRopeQwen25(tokens_per_second=3)),
         "mrope-qwen2.5: got a last frame 6442450938 ids after the first, want ids within int32",
     ),
     (
@@ -485,7 +485,7 @@ def test_adjacent_grids_are_refused_in_the_tie_family(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if name not in TIES and SCHEMES[name]().references])
 def test_adjacent_grids_are_accepted_by_every_other_scheme(name: str) -> None:
-    segments = from_documents([[Grid(1, 1), Grid(2, 2)]])
+    segments = from_documents([[Grid(1, 1, seconds_per_frame=1), Grid(2, 2, seconds_per_frame=1)]])
     assert place(segments, name).num_tokens == 5
     assert "documents[0][1]: got a grid right after" in refused(
         InvalidInputError, lambda: place(segments, name, strict=True)

@@ -77,6 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--batches", type=int, default=150, help="Number of random batches for the get_rope_index of a model type."
     )
+    parser.addoption("--one-of-each", action="store_true", help="Run one test of each function and kind of launch.")
     parser.addoption("--one-in", type=int, default=16, help="Test one in N variants of the configs of a model type.")
 
 
@@ -84,3 +85,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Skip files without slow tests if only slow tests are selected, since every worker would import these files."""
     only_slow = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
     return True if only_slow and "mark.slow" not in collection_path.read_text(encoding="utf-8") else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --one-of-each, keep one test of each function and of each kind of launch, a quick one if there is one."""
+    if not config.getoption("one_of_each"):
+        return
+    kinds: dict[str, pytest.Item] = {}
+    for item in sorted(items, key=lambda item: item.get_closest_marker("slow") is not None):
+        function, _, parameters = item.nodeid.partition("[")
+        launch, tokens, _ = parameters.partition(" tokens=")
+        kinds.setdefault(f"{function}[{launch}" if tokens else function, item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kinds.values()])
+    items[:] = kinds.values()

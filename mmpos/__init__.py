@@ -68,45 +68,21 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # nothing is imported before its first use, so that the programs can catch Ctrl-C
-    _get_lazy, __dir__ = lazy_names(
-        "mmpos",
-        {
-            "SCHEMES": "schemes",
-            "ByteTokenizer": "sequence",
-            "Diagnosis": "analysis.diagnosis",
-            "Grid": "segments",
-            "ImageProcessor": "images",
-            "ImageSize": "images",
-            "InterleavedSequence": "sequence",
-            "Markers": "sequence",
-            "ModelSettings": "integrations.models",
-            "Placeholders": "segments",
-            "PositionTable": "positions",
-            "Scheme": "schemes",
-            "SegmentTable": "segments",
-            "SequenceBuilder": "sequence",
-            "Text": "segments",
-            "TransformerSettings": "integrations.diffusers.settings",
-            "Video": "sequence",
-            "analysis": "analysis",
-            "block_keys": "positions",
-            "client": "client",
-            "data": "data",
-            "diagnose": "analysis.diagnosis",
-            "encodings": "encodings",
-            "fingerprint": "analysis.fingerprint",
-            "from_diffusers": "integrations.diffusers.settings",
-            "from_hf_config": "integrations.models",
-            "info": "support.info",
-            "integrations": "integrations",
-            "place": "positions",
-            "positions": "positions",
-            "rotary": "rotary",
-            "same_positions": "analysis.diagnosis",
-            "schemes": "schemes",
-            "segments": "segments",
-        },
-    )
+    _LAZY = {
+        "analysis.diagnosis": ["Diagnosis", "diagnose", "same_positions"],
+        "analysis.fingerprint": ["fingerprint"],
+        "images": ["ImageProcessor", "ImageSize"],
+        "integrations.diffusers.settings": ["TransformerSettings", "from_diffusers"],
+        "integrations.models": ["ModelSettings", "from_hf_config"],
+        "positions": ["PositionTable", "block_keys", "place"],
+        "schemes": ["SCHEMES", "Scheme"],
+        "segments": ["Grid", "Placeholders", "SegmentTable", "Text"],
+        "sequence": ["ByteTokenizer", "InterleavedSequence", "Markers", "SequenceBuilder", "Video"],
+        "support.info": ["info"],
+    }
+    _ROOMS = "analysis client data encodings integrations positions rotary schemes segments"
+    _MODULES = {name: module for module, names in _LAZY.items() for name in names}
+    _get_lazy, __dir__ = lazy_names("mmpos", _MODULES | {room: room for room in _ROOMS.split()})
 
     def __getattr__(name: str) -> object:
         if name != "__version__":

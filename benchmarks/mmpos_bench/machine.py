@@ -54,6 +54,9 @@ class Machine:
         extension = "with" if self.native else "without"
         parts = [where, f"Python {self.python}", package, f"{extension} the C extension", f"malloc {self.malloc}"]
         parts += [f"{name}={value}" for name, value in self.settings.items()]
+        if self.load is not None:
+            busy = ": do not quote" if self.load > self.cores else ""
+            parts.append(f"load {self.load:.3g} on {counted(self.cores, 'core')}{busy}")
         return ", ".join(parts)
 
     @property

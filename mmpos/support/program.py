@@ -83,7 +83,9 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end]
     plain = (_ASCII.get(c) or unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode() for c in characters)
-    return "".join(character or "?" for character in plain), error.end
+    # A surrogate is a byte of a file name, which the message must show.
+    shown = (ascii(c)[1:-1] if "\ud800" <= c <= "\udfff" else "?" for c in characters)
+    return "".join(similar or other for similar, other in zip(plain, shown, strict=True)), error.end
 
 
 def _run(name: str, load: Callable[[], App], arguments: Sequence[str] | None) -> int:

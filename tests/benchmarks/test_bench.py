@@ -168,7 +168,10 @@ def test_the_machine_description_contains_versions_and_memory_settings(monkeypat
     assert (machine.malloc, machine.native, machine.packages["numpy"]) == ("default", False, np.__version__)
     assert machine.cores >= 1
     assert "without the C extension, malloc default, GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1" in str(machine)
-    assert str(MACHINE) == "AMD EPYC, 2 cores, Python 3.11.7, mmpos 0.1.0 (abc), with the C extension, malloc tuned"
+    words = "AMD EPYC, 2 cores, Python 3.11.7, mmpos 0.1.0 (abc), with the C extension, malloc tuned"
+    loads = {0.5: ", load 0.5 on 2 cores", 18.84: ", load 18.8 on 2 cores: do not quote", None: ""}
+    for load, said in loads.items():
+        assert str(replace(MACHINE, load=load)) == words + said
 
 
 def test_the_machine_description_contains_the_number_of_gpus_and_their_driver(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -247,7 +248,13 @@ def test_a_dry_run_requires_neither_an_installed_package_nor_the_extension(tmp_p
     parts = [f"part-{n}.{end}" for n in (1, 2, 3) for end in ("json", "log")]
     assert sorted(path.name for path in out.iterdir()) == sorted(["report.md", "tests-gpu.xml", *parts])
     assert "PASSED" in (out / "part-1.log").read_text()
-    assert ElementTree.parse(out / "tests-gpu.xml").getroot().tag == "testsuites"
+    cases = [case.get("name", "") for case in ElementTree.parse(out / "tests-gpu.xml").getroot().iter("testcase")]
+    launches = sorted(name.partition("[")[2].partition(" tokens=")[0] for name in cases if " tokens=" in name)
+    assert launches == ["backward", "cached", "dense", "norm after", "rerotate", "rotate", "store"]
+    assert len({name.partition("[")[0] for name in cases}) == len(cases) - len(launches) + 1
+    ran = re.search(r"\n- tests/gpu: a dry run runs (\d+) of (\d+) tests, one of each kind, and none of ", done.stdout)
+    assert ran is not None
+    assert (int(ran[1]), int(ran[2]) > 300) == (len(cases), True)
     reports = gpu.reports_in(out)
     assert {(report.machine.commit, report.machine.native) for report in reports} == {("abc", False)}
     timed = {m.group.removesuffix(", bfloat16"): m for m in reports[1].measurements}

@@ -179,17 +179,15 @@ def test_every_error_produces_an_exit_code_and_at_most_one_line(
     assert capsys.readouterr() == ("", message and f"mmpos: {message}")
 
 
-@pytest.mark.parametrize("package", ["numpy", "rich", "typer"])
 @pytest.mark.parametrize(
-    "command",
+    ("package", "command"),
     [
-        ["-m", "mmpos", "positions", "3"],
-        ["-c", "import sys; from mmpos.__main__ import main; sys.exit(main(['info']))"],
+        *((package, ["-m", "mmpos", "positions", "3"]) for package in ("numpy", "rich", "typer")),
+        ("numpy", ["-m", "mmpos_server"]),
+        ("numpy", ["-c", "import sys; from mmpos.__main__ import main; sys.exit(main(['info']))"]),
     ],
 )
-def test_ctrl_c_during_imports_is_quiet(command: list[str], package: str, folder: Path) -> None:
-    if package != "numpy" and command[0] == "-c":
-        pytest.skip("mmpos info needs only numpy")
+def test_ctrl_c_during_imports_is_quiet(package: str, command: list[str], folder: Path) -> None:
     (folder / "sitecustomize.py").write_text(
         "import signal, sys\nfrom importlib.abc import MetaPathFinder\n"
         "class Interrupt(MetaPathFinder):\n    def find_spec(self, name, *_):\n"
@@ -208,7 +206,9 @@ def test_an_unexpected_error_keeps_its_traceback() -> None:
 
 def test_an_ascii_terminal_shows_similar_characters() -> None:
     assert run_program("mmpos", lambda: lambda **_: 0, []) == 0  # registers the error handler
-    assert "✓ ✗ 2×3–4…·−² ≥→ ⌊δ⌋ é 図".encode("ascii", "mmpos.similar") == b"y n 2x3-4...*-2 >=-> floor(delta) e ?"
+    assert "✓ ✗ 2×3–4…·−² ≥→ ⌊δ⌋ é 図 \udcff".encode("ascii", "mmpos.similar") == (
+        rb"y n 2x3-4...*-2 >=-> floor(delta) e ? \udcff"
+    )
     ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     for arguments in (["positions", "3,2x3,2"], ["schemes"], ["positions", "2×é"]):
         here, there = start(*arguments, env=ascii_only), start(*arguments)

@@ -206,7 +206,7 @@ OVER: dict[str, tuple[bytes, str | None]] = {
     "one token more": (query([[Text(21)]]), "tokens"),
     "images": (query([[Grid(2, 3), Text(1), Grid(2, 3)]]), "images"),
     "bytes of the answer": (query([[Text(20)]], dense=Dense("float64", (0,) * 7)), "response_bytes"),
-    "bytes of the answer besides its ids": (query([[Text(16)]], dense=Dense("float64", (0,) * 8)), "response"),
+    "bytes of the answer besides its ids": (query([[Text(16)]], dense=Dense("float64", (0,) * 8)), "response_bytes"),
     "bytes of the request": (query([[Text(1)]]) + field(15, bytes(127)) * 9, "message_bytes"),
 }
 

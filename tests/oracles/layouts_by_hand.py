@@ -205,11 +205,6 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
         [Grid(1, 1, frames=2), Grid(1, 1, first_frame=5), Grid(1, 1, first_frame=-1)],
         ["0 1/2 | 5/2 | -1/2", "0 " * 4, "0 " * 4],
     ),
-    "hunyuan-video in two parts": (
-        "hunyuan-video",
-        [Text(1), Grid(1, 1, frames=2), Grid(1, 1, frames=2, first_frame=2)],
-        ["0 | 0 1 | 2 3", "0 " * 5, "0 " * 5],
-    ),
     "cosmos3 with actions, which count from 1": (
         "cosmos3",
         [Text(1), Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 12), first_frame=1)],

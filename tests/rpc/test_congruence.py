@@ -136,9 +136,9 @@ TILES: list[SegmentTable | Spans | InputIds] = [
     Spans([11], [1, 5], [[1, 1, 2], [1, 1, 3]], kind=[THUMBNAIL, TILE], extra_tokens=[0, 1]),
     InputIds([1, 2, 9, 9, 3, 4, 9, 5, 6, 1], Placeholders(image=9, crops=MARKERS), [[1, 1, 2], [1, 1, 1]]),
 ]
-KEYFRAME = Grid(1, 1, first_frame=2, seconds_per_frame=1)
+VIDEO = Grid(1, 2, frames=3, seconds_per_frame=0.5)
 KEYFRAMES = SegmentTable.from_documents(
-    [[Text(2), Grid(1, 2, frames=3, seconds_per_frame=Fraction(1, 24)), KEYFRAME], [Grid(1, 1)]]
+    [[Text(2), VIDEO, Grid(1, 1, seconds_per_frame=0.5, first_frame=2)], [Grid(1, 1)]]
 )
 ROWS: list[SegmentTable | Spans | InputIds] = [
     Spans([12], [3], [[1, 2, 2]], row_separator=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -107,6 +108,16 @@ def test_a_second_grid_is_refused_by_layouts_that_know_no_references(scheme: str
     assert np.array_equal(place(SegmentTable.from_documents([[grid]] * 2), scheme).dense(dtype="float64")[:, 4:], alone)
     with pytest.raises(UnsupportedError, match=r"^documents\[1\]\[1\]: got another grid, want one grid per doc"):
         place(SegmentTable.from_documents([[grid], [grid, grid]]), scheme)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["wan", "hunyuan-video", "cogvideox", "allegro", "kandinsky", "cosmos", "cosmos3", Ltx(causal_offset=8)]
+)
+def test_parts_of_a_video_have_the_ids_of_the_whole(scheme: str | Scheme) -> None:
+    video = Grid(2, 3, frames=5, seconds_per_frame=Fraction(1, 30))
+    step = 8 if isinstance(scheme, Ltx) else 1  # LTX counts frames of the video
+    parts = [replace(video, frames=2, first_frame=0), replace(video, frames=3, first_frame=2 * step)]
+    assert exact(placed(parts, scheme)) == exact(placed([video], scheme))
 
 
 def test_a_first_frame_is_refused_by_layouts_without_one() -> None:

@@ -105,8 +105,7 @@ def patch(transformer: Transformer, rotary: Rotary | None = None, *, pipeline: o
         raise InvalidInputError("transformer: got a patched transformer; call unpatch first")
     anatomy = anatomy_of(transformer)
     settings = from_diffusers(transformer, pipeline)
-    if rotary is not None:
-        settings = replace(settings, rotary=_checked_rotary(rotary, settings.rotary))
+    settings = settings if rotary is None else replace(settings, rotary=_checked_rotary(rotary, settings.rotary))
     hook = TransformerHook(transformer, anatomy, settings)
     rope = getattr(transformer, anatomy.rope)
     if "forward" in vars(rope):

@@ -522,9 +522,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "CogView3PlusTransformer2DModel": _ABSOLUTE,
         "CogView4Transformer2DModel": NOT_AFFINE["cogview4"],
         "DiTTransformer2DModel": _ABSOLUTE,
-        "DreamLiteTransformer2DModel": (
-            "its tokens have no positions; only the convolutions around it depend on positions"
-        ),
+        "DreamLiteTransformer2DModel": "only convolutions depend on positions",
         "HeliosTransformer3DModel": NOT_AFFINE["helios"],
         "HunyuanVideoFramepackTransformer3DModel": NOT_AFFINE["framepack"],
         "LatteTransformer3DModel": _ABSOLUTE,
@@ -538,9 +536,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "PriorTransformer": _ABSOLUTE,
         "RFD4ProteinaTransformer": "it is a protein model, and residues have no grid",
         "SD3Transformer2DModel": _ABSOLUTE,
-        "SanaTransformer2DModel": (
-            "its tokens have sinusoidal positions or none; only convolutions depend on positions"
-        ),
+        "SanaTransformer2DModel": "its tokens have sinusoidal positions or none",
         "StableAudio3DiTModel": _AUDIO,
         "StableAudioDiTModel": _AUDIO,
         "T5FilmDecoder": _AUDIO,

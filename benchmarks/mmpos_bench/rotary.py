@@ -105,7 +105,7 @@ class Bench:
 
     def _line_up(self, group: str, size: Size, options: SuiteOptions) -> Lineup:
         layer, work_of_group = self.layer(size), ALL_GROUPS[group]
-        ways = [*work_of_group.ways, *work_of_group.peers(layer, options)]
+        ways = [*work_of_group.of(layer), *work_of_group.peers(layer, options)]
         if self.device == "cuda" and layer.tokens > _REFERENCE:
             ways = [way for way in ways if way.name != "mmpos, reference"]
         work = {"tokens": layer.tokens, "documents": size.documents, "bytes": work_of_group.moved(layer)}
@@ -164,6 +164,7 @@ class Way:
     make: Callable[[Layer], Call]
     prove: Prove = lambda layer, got, before: None  # required except for limits
     role: Role = Role.OURS
+    one_ladder: bool = False  # whether all axes must share one ladder of frequencies, as in an engine's cache
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,10 @@ class WaysOfWork:
     ways: Sequence[Way]
     moved: Callable[[Layer], int] = lambda layer: layer.moved  # number of bytes that are read and written
     peers: Callable[[Layer, SuiteOptions], Iterator[Way]] = lambda layer, options: iter(())
+
+    def of(self, layer: Layer) -> list[Way]:
+        """Return the ways that can rotate a layer, without peers."""
+        return [way for way in self.ways if layer.rotary.shares_ladder or not way.one_ladder]
 
 
 def contestant(way: Way, layer: Layer) -> Contestant:
@@ -446,7 +451,7 @@ GROUPS: Mapping[str, WaysOfWork] = {
         [
             Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
             Way("conjugate", partial(_rotate, conjugate=True), _rotated_back, Role.PART),
-            Way("by an engine's cache", _by_cache, _rotated, Role.PART),
+            Way("by an engine's cache", _by_cache, _rotated, Role.PART, one_ladder=True),
             _part("half of each head", _rotate_half),
             Way("norm after", partial(_rotate, norm=True, after=True), _normalised_after, Role.PART),
             Way("norm, in place", partial(_rotate, norm=True, inplace=True), _normalised, Role.PART),
@@ -511,7 +516,7 @@ def launches(bench: Bench, size: Size, only: Sequence[str] = ()) -> dict[str, Ca
         only: names of calls; empty means all.
     """
     layer, image = bench.layer(size, sets=1), bench.layer(replace(size, shape="FLUX.1 layer"), sets=1)
-    calls = [(f"{group}: {way.name}", way, layer) for group, work in GROUPS.items() for way in work.ways]
-    calls += [(f"{FUSED}: {way.name}", way, image) for way in GENERATION_GROUPS[FUSED].ways]
+    calls = [(f"{group}: {way.name}", way, layer) for group, work in GROUPS.items() for way in work.of(layer)]
+    calls += [(f"{FUSED}: {way.name}", way, image) for way in GENERATION_GROUPS[FUSED].of(image)]
     ours = [call for call in calls if call[1].role is not Role.PEER and "reference" not in call[1].name]
     return {name: way.make(layer) for name, way, layer in ours if not only or name in only}

@@ -98,9 +98,9 @@ app = typer.Typer(
 )
 
 SPECS = (
-    "A spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 text "
-    "tokens; 4x2x3 is a video of 4 frames. A file is .json or an image (.jpg .png .webp .gif), which becomes a "
-    "marker, its patches and a marker; - reads specs (one per line), JSON or an image from standard input."
+    "A spec is one document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 text tokens; "
+    "4x2x3@1/24 is a video of 4 frames, 1/24 seconds apart. A file is .json or an image (.jpg .png .webp .gif), which "
+    "becomes a marker, its patches and a marker; - reads specs (one per line), JSON or an image from standard input."
 )
 JSON_FILE = (
     'A .json file contains {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}; a video is '

@@ -162,7 +162,7 @@ def _parameter(assignment: str) -> tuple[str, object]:
 Document = list[Segment]
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
-_WANT_PART = "a text run such as 3, an image such as 2x3 or a video such as 4x2x3"
+_WANT_PART = "a text run such as 3, an image such as 2x3 or a video such as 4x2x3@1/24"
 _WANT_GRID = "[height, width] or [frames, height, width]"
 _WANT_FILE = '{"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
 
@@ -225,7 +225,7 @@ def _read(argument: str) -> Specs:
         return _input()
     suffix = Path(argument).suffix.lower()
     # Recognize a spec before asking the file system, which refuses long names.
-    if not suffix and (re.fullmatch(r"[0-9x×,\s]+", argument) or not Path(argument).exists()):
+    if not suffix and (re.fullmatch(r"[0-9x×@/,\s]+", argument) or not Path(argument).exists()):
         return Specs([read_spec(argument)])
     if suffix != ".json" and suffix not in IMAGE_SUFFIXES:
         raise InvalidInputError(
@@ -258,7 +258,7 @@ def _input() -> Specs:
 
 
 def read_spec(argument: str) -> Document:
-    """Read a spec such as ``3,2x3,2``.
+    """Read a spec such as ``3,2x3,2`` or ``4x2x3@1/24``, a video of 1/24 seconds per frame.
 
     Raises:
         InvalidInputError: a part is neither text nor a grid.
@@ -266,10 +266,12 @@ def read_spec(argument: str) -> Document:
     document: Document = []
     for i, piece in enumerate(argument.split(",")):
         name = f"SPEC {argument!r}, part {i + 1}"
-        if not re.fullmatch(r"[0-9]{1,12}([x×][0-9]{1,12}){0,2}", piece.strip()):
+        sides, _, seconds = piece.strip().partition("@")
+        if not re.fullmatch(r"[0-9]{1,12}(([x×][0-9]{1,12}){1,2}(@[0-9]{1,9}(/[1-9][0-9]{0,8})?)?)?", piece.strip()):
             raise InvalidInputError(f"{name}: got {piece!r}, want {_WANT_PART}")
-        numbers = [int(number) for number in re.split("[x×]", piece)]
-        document.append(_named(name, Text, numbers[0]) if len(numbers) == 1 else _named(name, _grid, numbers))
+        numbers, time = [int(number) for number in re.split("[x×]", sides)], Fraction(seconds) if seconds else None
+        grid = len(numbers) > 1
+        document.append(_named(name, _grid, numbers, seconds_per_frame=time) if grid else _named(name, Text, *numbers))
     return document
 
 

@@ -143,7 +143,7 @@ def schemes_table() -> Table:
     table = new_table("scheme", "axes", "ids of\n24×24", "ids", "description", right=("axes", "ids of\n24×24"))
     for name, scheme in SCHEMES.items():
         try:
-            consumed = str(ids_consumed(name, [Grid(24, 24)])[0])
+            consumed = str(ids_consumed(name, [Grid(24, 24, seconds_per_frame=1)])[0])
         except UnsupportedError:
             consumed = "–"
         default = scheme()

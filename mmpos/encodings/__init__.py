@@ -63,7 +63,7 @@ ENCODINGS: Mapping[str, Callable[[], Encoding]] = MappingProxyType(
         "mhrope": lambda: Rotation(Rotary(HEAD_DIM, allocation="heads", head_axes=(0, 0, 1, 2))),
     }
 )
-"""Functions that build each encoding, for 48 channels in four heads, by name."""
+"""Functions that build each encoding, for 48 channels in four heads; rope-2d and rope-nd pair adjacent channels."""
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names("mmpos.encodings", {"SelfAttention": "attention"}, extra="all", what="attention")

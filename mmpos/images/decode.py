@@ -34,22 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "BACKENDS",
-    "MOST_READS",
-    "MOST_SCANS",
-    "ImageSize",
-    "Source",
-    "decode_jpeg",
-    "guarded",
-    "is_of",
-    "open_source",
-    "pillow",
-    "read_data_url",
-    "resize",
-    "samples",
-    "to_rgb",
-    "torchvision",
-]
+    "BACKENDS", "MOST_READS", "MOST_SCANS", "ImageSize", "Source", "decode_jpeg", "guarded", "is_of", "open_source",
+    "pillow", "read_data_url", "resize", "samples", "to_rgb", "torchvision",
+]  # fmt: skip
 
 Samples = Array  # (h, w, 1 | 3 | 4), uint8 or uint16
 Pixels = npt.NDArray[np.uint8]  # (h, w, 3)
@@ -79,8 +66,8 @@ class ImageSize:
     """An image known only by its size; unpacks into (height, width).
 
     Args:
-        height: rows of pixels, at least 1, after EXIF orientation.
-        width: columns of pixels, at least 1, after EXIF orientation.
+        height: rows of pixels, at least 1, after orientation.
+        width: columns of pixels, at least 1, after orientation.
     """
 
     height: int
@@ -99,7 +86,7 @@ class Source(Protocol):
 
     @property
     def size(self) -> ImageSize:
-        """Image size after EXIF orientation."""
+        """Image size after orientation."""
 
     def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
         """Return the upright samples (h, w, 1 | 3 | 4) as uint8 or uint16, possibly as a view, and the content hash.
@@ -156,7 +143,8 @@ def open_source(image: object) -> Iterator[Source]:
     elif isinstance(image, np.ndarray):
         yield _Array(_checked(image, (np.uint8, np.uint16), channels_last=True))
     elif is_of("PIL.Image", "Image", image):
-        yield _Pillow(cast("Image", image))
+        stored = getattr(image, "fp", None)  # the file of an image that Pillow has not decoded yet
+        yield _Pillow(cast("Image", image), _orientation(cast("Image", image), stored and _Reader(stored)))
     elif is_of("torch", "Tensor", image):
         yield _Array(_from_torch(cast("Tensor", image)))
     elif isinstance(image, str):
@@ -199,7 +187,7 @@ def _open_file(file: BinaryIO, data: Callable[[], bytes]) -> _File:
             start = file.read(16)
             got = f"a file that starts with {start!r}" if start else "an empty file"
             raise InvalidInputError(f"image: got {got}, want a whole JPEG, PNG, WebP or GIF") from error
-        return _File(image, reader, data, reader.tell(), _orientation(image))
+        return _File(image, reader, data, reader.tell(), _orientation(image, reader))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +199,7 @@ class _File:
         reader: reader for the file.
         data: function that returns all bytes of the file.
         header: number of bytes before the pixels, which Pillow has read.
-        orientation: EXIF orientation, 1 to 8.
+        orientation: orientation in EXIF or XMP, 1 to 8.
     """
 
     image: ImageFile
@@ -232,9 +220,8 @@ class _File:
         if is_jpeg and (scans := self._count_scans(data)) > MOST_SCANS:
             raise LimitExceededError(f"image: got a JPEG with {scans} scans, want <= {MOST_SCANS}")
         if is_jpeg and least is not None:
-            image.draft(
-                None, least if self.orientation >= 5 else least[::-1]
-            )  # divides the size by 2, 4 or 8, but not below this size
+            # Divide the size by 2, 4 or 8, but not below this size.
+            image.draft(None, least if self.orientation >= 5 else least[::-1])
         width, height = image.size
         with guarded(f"{image.format} file"):
             if is_jpeg and backend == "torchvision" and image.mode in ("L", "RGB") and image.size == whole:
@@ -282,13 +269,14 @@ class _Array:
 @dataclass(frozen=True, slots=True)
 class _Pillow:
     image: Image
+    orientation: int
 
     @property
     def size(self) -> ImageSize:
-        return _upright(self.image.size, _orientation(self.image))
+        return _upright(self.image.size, self.orientation)
 
     def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
-        image, size, turn = self.image, self.size, _orientation(self.image)
+        image, size, turn = self.image, self.size, self.orientation
         with guarded("Pillow image"):
             array = _orient(samples(image), turn)
             palette = image.getpalette() if image.palette else None
@@ -302,15 +290,37 @@ def _digest(header: tuple[object, ...], pixels: bytes | memoryview) -> str:
     return digest.hexdigest()
 
 
-def _orientation(image: Image) -> int:
-    """Read the EXIF orientation, 1 to 8; return 1 if it is missing or damaged, because the pixels can still be used."""
-    if "exif" not in image.info:  # getexif would decode a whole PNG to look for it
-        return 1
+def _orientation(image: Image, file: _Reader | None = None) -> int:
+    """Read the orientation in EXIF or XMP, 1 to 8; return 1 if it is missing or damaged.
+
+    ``file`` is the file of an image that has not been decoded, whose metadata after the pixels Pillow does not know.
+    """
     try:
-        orientation = image.getexif().get(0x0112, 1)
+        if file is not None and image.format == "PNG":
+            image = _with_late_chunks(image, file)
+        orientation = pillow().Image.getexif(image).get(0x0112, 1)  # the method of the class of PNGs decodes pixels
+    except LimitExceededError:
+        raise
     except Exception:  # Pillow raises errors of various types for damaged data
         return 1
     return int(orientation) if orientation in range(1, 9) else 1
+
+
+def _with_late_chunks(image: Image, file: _Reader) -> Image:
+    """Return a PNG that has the same metadata before its pixels as ``image`` has before and after them."""
+    place, at, kept = file.tell(), 8, [b"\x89PNG\r\n\x1a\n"]
+    file.allow(file.seek(0, os.SEEK_END))
+    while True:
+        file.seek(at)
+        head = file.read(8)
+        length, kind = int.from_bytes(head[:4]), head[4:]
+        if len(head) < 8 or kind == b"IEND":
+            break
+        if kind in (b"IHDR", b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
+            kept.append(head + file.read(length + 4))
+        at += 12 + length
+    file.seek(place)
+    return pillow().open(io.BytesIO(b"".join([*kept, bytes(4), b"IDAT"]))) if len(kept) > 2 else image
 
 
 def _upright(size: tuple[int, int], orientation: int) -> ImageSize:

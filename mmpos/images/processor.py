@@ -60,7 +60,7 @@ class ImageProcessor:
 
     An image is a pathlib.Path or the bytes of a JPEG, PNG, WebP or GIF (first frame), a Pillow image, a numpy array
     (h, w) or (h, w, 1 | 3 | 4) of uint8 or uint16, a torch tensor (h, w) or (1 | 3 | 4, h, w) of uint8 on the host,
-    or an `ImageSize`. EXIF orientation is applied to the first three.
+    or an `ImageSize`. Orientation in EXIF or XMP is applied to the first three.
 
     Args:
         backend: "torchvision" (fast) or "pillow"; their pixels differ by a few levels.
@@ -119,12 +119,11 @@ class ImageProcessor:
         checked["max_pixels"] = integer("max_pixels", self.max_pixels, minimum=least, maximum=INT32_MAX)
         if self.max_tokens is not None:
             checked["max_tokens"] = integer("max_tokens", self.max_tokens, minimum=1)
+        background = _three("background", self.background)
         colours = {
             "mean": tuple(map(float, _three("mean", self.mean))),
             "std": tuple(map(float, _three("std", self.std, above=0))),
-            "background": tuple(
-                integer("background", level, minimum=0, maximum=255) for level in _three("background", self.background)
-            ),
+            "background": tuple(integer("background", level, minimum=0, maximum=255) for level in background),
         }
         for name, value in (checked | colours).items():
             object.__setattr__(self, name, value)
@@ -156,15 +155,8 @@ class ImageProcessor:
             that floats are rounded in the same way. Results differ only if the original exceeds the maximum or returns
             no rows.
 
-        Args:
-            height: rows of pixels.
-            width: columns of pixels.
-
         Returns:
-            The grid that `process` returns for any image of this size.
-
-        Raises:
-            InvalidInputError: a side is below 1, or the aspect ratio is above 200.
+            The grid that `process` returns for any image of this size; arguments and errors are as for `fit`.
         """
         factor = self.patch_size * self.spatial_merge_size
         source = ImageSize(height, width)
@@ -199,7 +191,7 @@ class ImageProcessor:
         return height, width
 
     def inspect(self, image: object) -> ImageSize:
-        """Read the size of an image, after EXIF orientation, from its header without decoding pixels.
+        """Read the size of an image, after orientation, from its header without decoding pixels.
 
         Args:
             image: any image that the class supports.
@@ -258,9 +250,7 @@ class ImageProcessor:
             image: any image that the class supports, except an `ImageSize`; it is not changed.
 
         Raises:
-            InvalidInputError: the argument is not an image, or the image is unreadable, has no pixels, or is too thin,
-                truncated or corrupt.
-            LimitExceededError: for the same reasons as `inspect`, or because a JPEG has more than 100 scans.
+            MmposError: for the same reasons as `process`.
         """
         return to_rgb(self._read(image)[0], self.background)
 

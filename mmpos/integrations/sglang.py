@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["item_segments", "mrope_positions"]
 
-GRIDS = ("image_grid_thw", "video_grid_thw")
+GRIDS, SECONDS = ("image_grid_thw", "video_grid_thw"), "second_per_grid_ts"
 
 
 def mrope_positions(positions: PositionTable) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,8 @@ def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_siz
     Args:
         num_tokens: number of tokens in the prompt with expanded placeholders.
         mm_items: items with ``offsets`` (pairs of the first and the last placeholder) and with image_grid_thw or
-            video_grid_thw, (n, 3) before merging; a video with one pair per frame has text between frames.
+            video_grid_thw, (n, 3) before merging, and optionally second_per_grid_ts, (n,); a video with one pair per
+            frame has text between frames.
         spatial_merge_size: side, in patches, of the square merged into one token.
 
     Raises:
@@ -62,9 +63,11 @@ def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_siz
         UnsupportedError: an item has no grid, for example audio.
     """
     merge = integer("spatial_merge_size", spatial_merge_size, minimum=1)
-    spans = [_item_spans(i, item, merge) for i, item in enumerate(mm_items)]
-    rows = np.concatenate([np.zeros((0, 5), np.int64), *spans])
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    items = [_item_spans(i, item, merge) for i, item in enumerate(mm_items)]
+    rows = np.concatenate([np.zeros((0, 5), np.int64), *(spans for spans, _ in items)])
+    times = [time for _, seconds in items for time in seconds]
+    order = np.argsort(rows[:, 0], kind="stable")
+    rows = rows[order]
     grids = rows[:, 2:]
     short = grids.prod(axis=1) != rows[:, 1] - rows[:, 0] + 1
     if short.any():
@@ -75,11 +78,11 @@ def item_segments(num_tokens: int, mm_items: Sequence[object], spatial_merge_siz
             f"offsets: got {last - first + 1} placeholders from {first} to {last}, want {grids[i].prod()} for {want} "
             "after merging"
         )
-    return SegmentTable.from_spans([num_tokens], rows[:, 0], grids)
+    return SegmentTable.from_spans([num_tokens], rows[:, 0], grids, seconds_per_frame=[times[i] for i in order])
 
 
-def _item_spans(index: int, item: object, merge: int) -> IntArray:
-    """Return first and last placeholder and merged frames, height and width of each span of an item, (spans, 5)."""
+def _item_spans(index: int, item: object, merge: int) -> tuple[IntArray, list[float | None]]:
+    """Return first and last placeholder and merged frames, height and width of each span, (spans, 5), and its time."""
     name = f"mm_items[{index}]"
     grid = next((value for field in GRIDS if (value := getattr(item, field, None)) is not None), None)
     if grid is None:
@@ -87,12 +90,16 @@ def _item_spans(index: int, item: object, merge: int) -> IntArray:
     grids = int_array(f"{name}.grid_thw", np.atleast_2d(host_array(f"{name}.grid_thw", grid)), (None, 3))
     values = getattr(item, "offsets", None)
     offsets = int_array(f"{name}.offsets", () if values is None else values, (None, 2))
+    seconds = getattr(item, SECONDS, None)
+    times = [None] * len(grids) if seconds is None else host_array(f"{name}.{SECONDS}", seconds).ravel().tolist()
+    if len(times) != len(grids):
+        raise InvalidInputError(f"{name}.{SECONDS}: got {len(times)} values, want {len(grids)}, one per grid")
     if len(grids) == 1 and len(offsets) == grids[0, 0] > 1:  # one span per frame
-        grids = np.repeat([[1, *grids[0, 1:]]], len(offsets), axis=0)
+        grids, times = np.repeat([[1, *grids[0, 1:]]], len(offsets), axis=0), times * len(offsets)
     if len(offsets) != len(grids):
         raise InvalidInputError(f"{name}.offsets: got {len(offsets)} pairs, want {len(grids)}, one per grid")
     odd = (grids[:, 1:] % merge != 0).any(axis=1)
     if odd.any():
         got = grids[int(odd.argmax())].tolist()
         raise InvalidInputError(f"{name}: got grid {got}, want sides that are multiples of {merge}")
-    return np.concatenate([offsets, grids // [1, merge, merge]], axis=1)
+    return np.concatenate([offsets, grids // [1, merge, merge]], axis=1), times

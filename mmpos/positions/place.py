@@ -60,9 +60,9 @@ def place(
         A PositionTable.
 
     Raises:
-        InvalidInputError: the scheme is unknown, the start is invalid, or grids touch although the scheme forbids it.
-        UnsupportedError: the scheme does not support frames, text, audio, row separators, clips, thumbnails, tiles,
-            first frames or several grids in a document that the segments contain.
+        InvalidInputError: the scheme or the start is invalid, grids touch against the scheme's rule, or a grid lacks
+            the seconds_per_frame on which the scheme's ids depend.
+        UnsupportedError: the scheme does not support a segment or a part of it, such as frames or row separators.
         LimitExceededError: an id or a next position is outside int32, or a denominator is 2**31 or more.
     """
     scheme = get_scheme(scheme)
@@ -259,9 +259,11 @@ def _grids(
     named = None if segments.first_frame is None else segments.first_frame[grid]
     first = 0 if named is None else np.where(named == NO_FRAME, 0, named)
     time = None if seconds is None else seconds[:, grid]
-    owner = document[grid]
-    grids = Grids(extents, start[owner], owner, separator, time, text_tokens=text[owner], first_frame=first)
-    kind = segments.kind[grid]
+    owner, kind = document[grid], segments.kind[grid]
+    number = grid - segments.segment_offsets[owner]
+    grids = Grids(
+        extents, start[owner], owner, separator, time, text_tokens=text[owner], segment=number, first_frame=first
+    )
     if kind.max(initial=GRID) == GRID:
         return grids
     extra = np.zeros(grid.size, np.int64) if extra is None else extra[grid]

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from mmpos.errors import LimitExceededError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.segments.spans import segment_tokens
 from mmpos.support.cached import cached_property
-from mmpos.support.checks import IntArray
+from mmpos.support.checks import IntArray, counted
 
 Steps = Sequence[IntArray | int]
 
@@ -33,6 +33,7 @@ class Grids:
         extra_tokens: (grids,) audio tokens of a clip, or tokens after a thumbnail or a tile; None if ``kind`` is None.
         unit: (grids,) denominator of the cursor, the same for all grids of a document; None if cursors are integers.
         text_tokens: (grids,) tokens of text and audio in the grid's document; None if the grids have no documents.
+        segment: (grids,) index of the grid's segment in its document; None if the grids have no documents.
         first_frame: (grids,) frame at which each grid begins; 0 if all begin at frame 0.
     """
 
@@ -45,6 +46,7 @@ class Grids:
     extra_tokens: IntArray | None = None
     unit: IntArray | None = None
     text_tokens: IntArray | None = None
+    segment: IntArray | None = None
     first_frame: IntArray | int = 0
 
     @property
@@ -79,12 +81,27 @@ class Grids:
         """(grids,) number of grids before each grid in its document."""
         return np.arange(self.document.size) - self.document.searchsorted(self.document)
 
-    @property
-    def seconds(self) -> IntArray:
-        """(2, grids) numerator and denominator of the seconds per frame; one second for grids without a time."""
-        if self.seconds_per_frame is None:
-            return np.ones((2, self.frames.size), np.int64)
-        return np.where(self.seconds_per_frame[0] > 0, self.seconds_per_frame, 1)
+    def seconds(self, needed_from: int = 2) -> IntArray:
+        """Return the (2, grids) numerator and denominator of the seconds per frame, 1 and 1 where none is needed.
+
+        Several frames and a first frame other than 0 need a time.
+
+        Args:
+            needed_from: smallest number of frames that needs a time; 1 if the id of a single frame depends on it.
+
+        Raises:
+            InvalidInputError: a grid needs a time and has none.
+        """
+        known = np.zeros((2, self.frames.size), np.int64) if self.seconds_per_frame is None else self.seconds_per_frame
+        missing = (known[0] == 0) & ((self.frames >= needed_from) | (np.asarray(self.first_frame) != 0))
+        if missing.any():
+            i = int(missing.argmax())
+            name = f"grids[{i}]" if self.segment is None else f"documents[{self.document[i]}][{self.segment[i]}]"
+            raise InvalidInputError(
+                f"{name}: got {counted(int(self.frames[i]), 'frame')} without a time, want seconds_per_frame of the "
+                "grid or video, such as 1/fps, because ids of this scheme depend on it"
+            )
+        return np.where(known[0] > 0, known, 1)
 
 
 @dataclass(frozen=True)

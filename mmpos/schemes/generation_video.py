@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.schemes.base import Grids, Pieces, Placement
@@ -228,8 +227,7 @@ class _Ltx(LatentScheme):
     """Base class of LTX schemes: ids 2x − 1, where x is the time or place of a latent relative to a base size.
 
     Every grid consists of two pieces, since its first latent covers fewer frames of the video; ``first_frame`` counts
-    frames of the video, and moves the grid by this time. ``seconds_per_frame`` is
-    1/fps of the video; a grid without a time uses 1/25 or 1/24, the defaults of the pipelines.
+    frames of the video, and moves the grid by this time. ``seconds_per_frame`` is 1/fps of the video.
     """
 
     text = False
@@ -237,8 +235,6 @@ class _Ltx(LatentScheme):
     keyframes = True
     timed = True
     fractional = True
-    fps: ClassVar[int]
-    """Frames per second of a grid without a time."""
     row_step: int | Fraction = Fraction(1, 32)
     col_step: int | Fraction = Fraction(1, 32)
     tokens_per_second: int | Fraction = Fraction(1, 10)
@@ -264,7 +260,7 @@ class _Ltx(LatentScheme):
         frame = height * width
         tokens, skip = np.where(piece > 0, (grids.frames[owner] - 1) * frame, frame), piece * frame
         first, extrapolated, half = self.firsts
-        numerator, denominator = frame_steps(self, _timed(grids, self.fps), self.tokens_per_second)
+        numerator, denominator = frame_steps(self, grids, self.tokens_per_second, needed_from=1 if first else 2)
         reach = (np.abs(grids.first_frame) + self.frames_per_latent * grids.frames) * (numerator / denominator)
         space, (down, right) = over_one(Fraction(self.row_step) / 2, Fraction(self.col_step) / 2)
         over: IntArray = np.lcm(2 * np.minimum(denominator, INT32_MAX), space)
@@ -296,8 +292,8 @@ class _Ltx(LatentScheme):
 class Ltx(_Ltx):
     """Latent (t, i, j) at 2·max(0, 8t − 7)/fps/20 − 1, i/32 − 1, j/32 − 1; text is used in cross-attention.
 
-    ``seconds_per_frame`` of a grid is 1/fps of the video, and 1/25 by default. Source: LTXVideoRotaryPosEmbed and
-    LTXConditionPipeline of diffusers; LTXPipeline uses ``causal_offset=8``.
+    ``seconds_per_frame`` of a grid is 1/fps of the video; grids with several frames need it. Source:
+    LTXVideoRotaryPosEmbed and LTXConditionPipeline of diffusers; LTXPipeline uses ``causal_offset=8``.
 
     Args:
         row_step: ids between two rows, 2·32 / base_height, an integer or a Fraction.
@@ -308,7 +304,6 @@ class Ltx(_Ltx):
     """
 
     name: ClassVar[str] = "ltx"
-    fps = 25
 
     @property
     def firsts(self) -> tuple[int, int, int]:
@@ -319,8 +314,8 @@ class Ltx(_Ltx):
 class Ltx2(_Ltx):
     """Latent (t, i, j) at (8t − 3)/fps/10 − 1, (i + ½)/32 − 1, (j + ½)/32 − 1: the middle of its frames and pixels.
 
-    The first latent is at ½/fps/10 − 1. In a grid of several latents with a ``first_frame`` f other than 0, all cover 8
-    frames, with the middle at f + 8t + 4. ``seconds_per_frame`` of a grid is 1/fps of the video, and 1/24 by default.
+    The first latent is at ½/fps/10 − 1, so every grid needs ``seconds_per_frame``, which is 1/fps of the video. In a grid
+    of several latents with a ``first_frame`` f other than 0, all cover 8 frames, with the middle at f + 8t + 4.
     Audio is a grid of 1 × 1 with one frame per latent and 1/100 seconds per frame, in the scheme with ``axes=1`` and
     ``frames_per_latent=4``. Source: LTX2AudioVideoRotaryPosEmbed of diffusers.
 
@@ -334,7 +329,6 @@ class Ltx2(_Ltx):
     """
 
     name: ClassVar[str] = "ltx2"
-    fps = 24
     axes: int = 3
 
     def __post_init__(self) -> None:
@@ -352,7 +346,7 @@ class Ltx2(_Ltx):
 class Cosmos(LatentScheme):
     """Patch (t, i, j) at (24·t/fps, i, j); text is used in cross-attention and has no ids.
 
-    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it, frame t is at t, as for images. Source:
+    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; grids with several frames need it. Source:
     CosmosRotaryPosEmbed of diffusers, whose theta differs by axis.
 
     Args:
@@ -378,8 +372,6 @@ class Cosmos(LatentScheme):
     def _timed(self, grids: Grids, first: IntArray) -> Placement:
         """Place grids whose first frames have the integer ids ``first``."""
         step, over = frame_steps(self, grids, self.tokens_per_second)
-        timed = _is_timed(grids)
-        step, over = np.where(timed, step, 1), np.where(timed, over, 1)
         start = grids.start * over
         first = first * over + grids.first_frame * step
         return Placement([first, start, start], [step, 0, 0], [0, over, 0], [0, 0, over], over)
@@ -389,7 +381,7 @@ class Cosmos(LatentScheme):
 class Cosmos3(Cosmos):
     """Text token n at (n, n, n), every grid after n text tokens at (n + 15000 + 24·t/fps, i, j).
 
-    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; without it, frames are one id apart. Sound is a
+    ``seconds_per_frame`` of a grid is 1/fps for the pipeline's fps; grids with several frames need it. Sound is a
     grid of 1 × 1 with one frame per latent; actions are one with ``first_frame=1`` and four frames per latent. Source:
     Cosmos3OmniPipeline of diffusers with ``unified_3d_mrope_reset_spatial_ids``.
 
@@ -456,16 +448,3 @@ class MiniMaxH3(LatentScheme):
             over,
             Pieces(owner, count * height * width, first * height * width, height, width),
         )
-
-
-def _is_timed(grids: Grids) -> npt.NDArray[np.bool_]:
-    """Return whether each grid has a time, (grids,)."""
-    if grids.seconds_per_frame is None:
-        return np.zeros(grids.frames.size, np.bool_)
-    return grids.seconds_per_frame[0] > 0
-
-
-def _timed(grids: Grids, fps: int) -> Grids:
-    """Return the grids, with 1/fps as the seconds per frame of those without a time."""
-    seconds = np.where(_is_timed(grids), grids.seconds, np.array([[1], [fps]]))
-    return Grids(grids.extents, grids.start, grids.document, seconds_per_frame=seconds)

@@ -99,8 +99,7 @@ class MRopeTransformers(TimedMRope):
 
     Args:
         tokens_per_second: for Qwen2.5-VL, frame t is ⌊t · seconds_per_frame · tokens_per_second⌋ ids after the first,
-            with one second per frame for grids without a time. None, for Qwen2-VL and Qwen3-VL, places frames one id
-            apart.
+            so grids with several frames need a time. None, for Qwen2-VL and Qwen3-VL, places frames one id apart.
     """
 
     name: ClassVar[str] = "mrope-transformers"
@@ -127,7 +126,7 @@ class MRopeTransformers(TimedMRope):
 class MRopeQwen25(TimedMRope):
     """M-RoPE in seconds: frame t at c + ⌊t · seconds_per_frame · tokens_per_second⌋, next text at max + 1.
 
-    The product inside the floor is computed exactly. Grids without a time have one second per frame.
+    The product inside the floor is computed exactly. Grids with several frames need a time.
     Source: Qwen2.5-VL; the ids of vLLM and SGLang, except for their rounding.
 
     Args:
@@ -146,13 +145,14 @@ class MRopeQwen25(TimedMRope):
         return np.maximum(grids.extents[1:].max(axis=0), self.last_ids(grids) + 1)
 
 
-def frame_steps(scheme: Scheme, grids: Grids, rate: int | Fraction) -> tuple[IntArray, IntArray]:
+def frame_steps(scheme: Scheme, grids: Grids, rate: int | Fraction, needed_from: int = 2) -> tuple[IntArray, IntArray]:
     """Return the ids between two frames, seconds · rate, as numerators and denominators in lowest terms, (grids,) each.
 
     Raises:
+        InvalidInputError: a grid of at least ``needed_from`` frames has no time.
         LimitExceededError: a frame index times its numerator exceeds 2**62.
     """
-    seconds, per = grids.seconds
+    seconds, per = grids.seconds(needed_from)
     numerator, denominator = seconds * rate.numerator, per * rate.denominator
     common = np.gcd(numerator, denominator)
     numerator, denominator = numerator // common, denominator // common

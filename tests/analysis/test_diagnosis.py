@@ -264,13 +264,13 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     (frames([3, 4, 5], [6, 7]), "3,3x1x1,2", {"scheme": MRopeTransformers()}, "these are the ids of mrope"),
     (
         frames([3, 28, 53], [54]),
-        "3,3x1x1,1",
+        "3,3x1x1@1,1",
         {"scheme": "mrope-qwen2.5"},
         "these are the ids of mrope-qwen2.5(tokens_per_second=25)",
     ),
     (  # other parameters of the same scheme are tried before other schemes
         frames([3, 4, 5], [4]),
-        "3,3x1x1,1",
+        "3,3x1x1@1,1",
         {"scheme": MRopeTransformers(tokens_per_second=4)},
         "these are the ids of mrope-transformers",
     ),

@@ -48,9 +48,10 @@ def test_rotations_are_checked_at_every_token_and_channel(layer: Layer) -> None:
             x[index] = right
 
 
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("group", ALL_GROUPS)
-def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: str) -> None:
-    shape, pair = SMALL["interleaved"], ([interleaved(16)], workload(1, 16, 1, 3))
+def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: str, shape: LayerShape) -> None:
+    pair = ([interleaved(16)], workload(1, 16, 1, 3))
     if group in GENERATION_SIZES:
         shape = SHAPES[GENERATION_SIZES[group][0].shape].toy
         pair = [shape.document(42)], [shape.document(21)] * 2
@@ -60,7 +61,7 @@ def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: s
     wrong = copy(right)  # shares the caches
     wrong.table, wrong.dense, wrong.positions = other.table, other.dense, other.positions
     before = right.q.clone(), right.k.clone()
-    for way in ALL_GROUPS[group].ways:
+    for way in ALL_GROUPS[group].of(right):
         contestant(way, right).proof()
         assert torch.equal(right.q, before[0])  # restored
         if way.role is not Role.LIMIT:

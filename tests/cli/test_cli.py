@@ -299,9 +299,9 @@ def test_help_lists_the_commands_in_a_fixed_order(monkeypatch: pytest.MonkeyPatc
 
 
 def test_specs_become_documents() -> None:
-    assert read_specs(["3,2x3,2", "4x2x3", "1, 2×3"]).documents == [
+    assert read_specs(["3,2x3,2", "4x2x3@1/24", "1, 2×3"]).documents == [
         [Text(3), Grid(2, 3), Text(2)],
-        [Grid(2, 3, frames=4)],
+        [Grid(2, 3, frames=4, seconds_per_frame=1 / 24)],
         [Text(1), Grid(2, 3)],
     ]
 
@@ -327,7 +327,7 @@ def test_the_photographs_are_small_and_have_licences() -> None:
         assert f"`{name}.jpg`" in (PHOTOS / "LICENSES.md").read_text(encoding="utf-8")
 
 
-WANT_PART = "want a text run such as 3, an image such as 2x3 or a video such as 4x2x3"
+WANT_PART = "want a text run such as 3, an image such as 2x3 or a video such as 4x2x3@1/24"
 WANT_SUFFIX = "want a spec such as 3,2x3,2 or a file ending in .json .jpg .jpeg .png .webp .gif"
 
 WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Class"
@@ -338,7 +338,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
     [
         (["positions", "3,2xx3"], f"SPEC '3,2xx3', part 2: got '2xx3', {WANT_PART}"),
         (["positions", ""], f"SPEC|FILE: got '', {WANT_SUFFIX}"),
-        (["positions", "1x2x3x4"], f"SPEC '1x2x3x4', part 1: got '1x2x3x4', {WANT_PART}"),
+        (["positions", "1x2x3@1/0"], f"SPEC '1x2x3@1/0', part 1: got '1x2x3@1/0', {WANT_PART}"),
         (["positions", "3,0"], "SPEC '3,0', part 2: Text.length: got 0, want >= 1"),
         (["positions", "2x0"], "SPEC '2x0', part 1: Grid.width: got 0, want >= 1"),
         (["positions", "ids.txt"], f"SPEC|FILE: got 'ids.txt', {WANT_SUFFIX}"),

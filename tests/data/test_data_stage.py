@@ -60,10 +60,7 @@ def test_an_empty_batch_stays_empty() -> None:
     ("call", "message"),
     [
         (lambda: STAGE([1]), "block: got list, want an Arrow table or numpy columns by name"),
-        (
-            lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}),
-            "block: got columns of 2, 3 rows, want equal numbers",
-        ),
+        (lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}), "block: got columns of 2, 3 rows, want equal numbers"),
         (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
         (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one value per record"),
         (

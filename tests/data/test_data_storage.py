@@ -53,7 +53,7 @@ def test_examples_of_every_scheme_are_read_back_unchanged(tmp_path: Path, scheme
 
 def test_first_frames_are_not_stored(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"^sizes: segments\.first_frame: got one, want None"):
-        written(tmp_path / "x.parquet", [example("sizes", ["a", Grid(2, 3, first_frame=1)], "cosmos3")])
+        written(tmp_path / "x.parquet", [example("sizes", ["a", Grid(2, 3, first_frame=0)], "cosmos3")])
 
 
 def test_float_patches_times_separators_and_slices_are_read_back_unchanged(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ OMNI = CHATML.replace(
 
 def read_media(part: Any) -> object:
     """Return a Clip for a video, and an Audio with one token per letter for audio."""
-    return Clip(1, 2, frames=2, audio=3) if part["type"] == "video" else Audio(len(part["audio"]))
+    return Clip(1, 2, frames=2, audio=3, seconds_per_frame=1) if part["type"] == "video" else Audio(len(part["audio"]))
 
 
 def omni(chat: list[dict[str, Any]], template: str = OMNI) -> Any:

@@ -41,7 +41,8 @@ def pools() -> list[list[Example]]:
     """Return pools of examples with the same number of axes, covering all kinds of segments and arrays."""
     rows = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, 257, 258)).build([Grid(2, 2), "a"])
     bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
-    audio = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], [CLIP, Grid(2, 2, frames=2)])]
+    video = [CLIP, Grid(2, 2, frames=2, seconds_per_frame=1)]
+    audio = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], video)]
     halves = SequenceBuilder(scheme="rope-tie-fractional").build(["abc", Grid(2, 3), "d"])
     long = example("long", 5000, (20, 30), 4000)
     odd = dataclasses.replace(FIRST.sequence, input_ids=np.repeat(FIRST.sequence.input_ids, 2)[::2])

@@ -33,11 +33,7 @@ leave no trace, so they count as refusals.
 
 HEALTH = "/grpc.health.v1.Health/Check"
 PLACE = "/mmpos.rpc.v1.PositionService/Place"
-OTHERS = [
-    HEALTH,
-    "/mmpos.rpc.v1.InfoService/GetInfo",
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-]
+OTHERS = [HEALTH, "/mmpos.rpc.v1.InfoService/GetInfo", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
 UNARY = {f"/mmpos.rpc.v1.{method}": method for method in REQUESTS}
 """Methods with messages, and the names of their corpora."""
 

@@ -30,7 +30,8 @@ class Document:
     def parts(self, settings: TransformerSettings, *, text: bool = True) -> list[Text | Grid]:
         """Return the parts to pass to ``settings.place``."""
         texts = [Text(self.text)] if text and self.text else []
-        return [*texts, *(Grid(h, w, frames=f) for f, h, w in self.images)]
+        seconds = 1 / (25 if settings.scheme.name == "ltx" else 24)  # as in the pipelines
+        return [*texts, *(Grid(h, w, frames=f, seconds_per_frame=seconds) for f, h, w in self.images)]
 
     @property
     def latents(self) -> Tensor:

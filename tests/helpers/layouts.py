@@ -59,8 +59,8 @@ class Layout:
         mask = np.ones_like(self.input_ids) if self.attention_mask is None else self.attention_mask
         return mask == 1
 
-    def segments(self) -> SegmentTable:
-        """Build the batch's segment table."""
+    def segments(self, timed: bool = False) -> SegmentTable:
+        """Build the segment table of the batch, with one second per grid, Transformers' default, if ``timed``."""
         return SegmentTable.from_input_ids(
             self.input_ids,
             Placeholders(image=IMAGE, video=VIDEO),
@@ -68,7 +68,7 @@ class Layout:
             self.videos,
             spatial_merge_size=self.merge,
             attention_mask=self.attention_mask,
-            seconds_per_frame=self.seconds,
+            seconds_per_frame=self.seconds or ([1] * len(self.videos or ()) if timed else None),
             frames_apart=self.apart,
         )
 

@@ -26,11 +26,11 @@ Row = tuple[bool | int | None, ...]
 """The value of each property in TITLES, and whether ids are prefix-stable; None if the property does not apply."""
 
 STARTS = (0, 1, 1000)
-STILLS = [Grid(h, w) for h, w in product(range(1, 13), repeat=2)]
+STILLS = [Grid(h, w, seconds_per_frame=1) for h, w in product(range(1, 13), repeat=2)]
 VIDEOS = [
     Grid(h, w, frames=f, seconds_per_frame=seconds)
     for f, h, w in product(range(2, 5), range(1, 5), range(1, 5))
-    for seconds in (None, Fraction(1, 4), Fraction(3, 2), Fraction(1, 30))
+    for seconds in (Fraction(1, 24), Fraction(1, 4), Fraction(3, 2), Fraction(1, 30))
 ]
 
 

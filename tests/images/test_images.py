@@ -49,8 +49,7 @@ def pixels(image: object, backend: str = "pillow", **options: Any) -> Pixels:
 
 
 def photo(name: str = "chelsea", size: tuple[int, int] = (64, 48)) -> Image.Image:
-    path = Path(skimage.data.__file__).parent / f"{name}.png"
-    return Image.open(path).convert("RGB").resize(size)
+    return Image.open(Path(skimage.data.__file__).parent / f"{name}.png").convert("RGB").resize(size)
 
 
 def exif(orientation: int) -> bytes:
@@ -67,8 +66,7 @@ def png(samples: Pixels, colour: int, depth: int, *, before: bytes = b"", after:
     packed = np.packbits(bits[..., -min(depth, 8) :].reshape(height, -1), axis=1)
     rows = b"".join(b"\0" + row.tobytes() for row in packed)
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
-    data = chunk(b"IDAT", zlib.compress(rows)) + after + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + header + before + data
+    return b"\x89PNG\r\n\x1a\n" + header + before + chunk(b"IDAT", zlib.compress(rows)) + after + chunk(b"IEND", b"")
 
 
 GRADIENT = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3) * 2
@@ -423,24 +421,24 @@ def test_webps_and_first_frames_of_gifs_are_decoded_as_by_pillow(backend: str) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "Pillow"])
-def test_orientation_rotates_sizes_and_pixels(kind: str, orientation: int, backend: str) -> None:
-    options = {"lossless": True} if kind == "WEBP" else {}
-    data = encoded(photo(), "PNG" if kind == "Pillow" else kind, exif=exif(orientation), **options)
-    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    source = Image.open(io.BytesIO(data)) if kind == "Pillow" else data
-    want = ImageSize(64, 48) if orientation >= 5 else ImageSize(48, 64)
-    assert exact(backend).inspect(source) == want
-    got = pixels(source, backend)
-    assert np.abs(got - np.asarray(upright).astype(int)).max() <= (3 if kind == "JPEG" else 0)
-    resized = ImageProcessor(backend).process(source)
-    np.testing.assert_array_equal(resized.patches, ImageProcessor(backend).process(got).patches)
-
-
-def test_orientation_stored_after_the_pixels_of_a_png_is_ignored() -> None:
-    data = png(GRADIENT, 2, 8, after=chunk(b"eXIf", exif(6).removeprefix(b"Exif\0\0")))
-    assert exact().inspect(data) == ImageSize(4, 8)
-    np.testing.assert_array_equal(pixels(data), GRADIENT)
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "before", "after"])
+def test_orientation_is_applied_wherever_pillow_finds_it(kind: str, orientation: int, backend: str) -> None:
+    block, xmp = exif(orientation), b'<rdf:Description tiff:Orientation="%d"/>' % orientation
+    profile = b"Raw profile type exif\0\nexif\n%8d\n%b\n" % (len(block), block.hex().encode())  # of ImageMagick
+    chunks = {b"eXIf": block[6:], b"iTXt": b"XML:com.adobe.xmp" + 5 * b"\0" + xmp, b"tEXt": profile}
+    if kind in ("JPEG", "WEBP"):
+        images = [encoded(photo(), kind, lossless=True, **stored) for stored in ({"exif": block}, {"xmp": xmp})]
+    else:
+        images = [png(GRADIENT, 2, 8, **{kind: chunk(*named)}) for named in chunks.items()]
+    for data in images:
+        upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))).astype(int)
+        assert (upright.shape[0] > upright.shape[1]) == (orientation >= 5)
+        for source in (data, Image.open(io.BytesIO(data)), Image.open(io.BytesIO(data)).copy()):
+            assert exact(backend).inspect(source) == ImageSize(*upright.shape[:2])
+            got = pixels(source, backend)
+            assert np.abs(got - upright).max() <= (3 if kind == "JPEG" else 0)
+            resized, want = (ImageProcessor(backend).process(image).patches for image in (source, got))
+            np.testing.assert_array_equal(resized, want)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")

@@ -14,18 +14,7 @@ import fill_tables
 import model_names
 import numpy as np
 import pytest
-from model_configs import (
-    ARGUMENTS,
-    CONFIGS,
-    GOLDEN,
-    HUNYUAN,
-    LAYER_TYPES,
-    TEXT,
-    XDROPE,
-    config_of,
-    golden,
-    settings_of,
-)
+from model_configs import ARGUMENTS, CONFIGS, GOLDEN, HUNYUAN, LAYER_TYPES, TEXT, XDROPE, config_of, golden, settings_of
 from refusals import assert_refused
 from tolerance import EXACT, assert_within
 

@@ -89,7 +89,7 @@ def test_ids_equal_those_of_get_rope_index(model: str, side: str) -> None:
         ids, mask = padded(rows, side), padded([[1] * len(row) for row in rows], side)
         grids = [torch.tensor(grid) if grid else None for grid in (images, videos)]
         theirs, delta = method(ids, padded(kinds_of(settings, rows), side), *grids, attention_mask=mask)
-        segments = settings.segments(ids, *grids, attention_mask=mask)
+        segments = settings.segments(ids, *grids, attention_mask=mask, seconds_per_frame=[1] * len(videos))
         ours = settings.place(segments)
         np.testing.assert_array_equal(ours.dense().reshape(theirs.shape), theirs * mask)
         assert ours.next_positions.tolist() == [len(row) + int(d) for row, d in zip(rows, delta, strict=True)]

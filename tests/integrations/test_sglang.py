@@ -50,8 +50,11 @@ def test_segments_from_items_equal_those_from_input_ids() -> None:
 def test_items_of_several_grids_and_whole_videos_are_supported() -> None:
     got = item_segments(16, [item((1, 4), (6, 7), image_grid_thw=[[1, 2, 2], [1, 1, 2]])])
     assert got.extents.T.tolist() == [[1, 1, 1], [1, 2, 2], [1, 1, 1], [1, 1, 2], [1, 1, 8]]
-    got = item_segments(17, [item((0, 7), (9, 16), video_grid_thw=[[2, 2, 2], [2, 2, 2]])])
-    assert got.extents.T.tolist() == [[2, 2, 2], [1, 1, 1], [2, 2, 2]]
+    videos = item((0, 7), (9, 16), video_grid_thw=[[2, 2, 2], [2, 2, 2]], second_per_grid_ts=torch.tensor([0.5, 2]))
+    got = item_segments(19, [item((18, 18), image_grid_thw=[1, 1, 1]), videos])
+    assert got.extents.T.tolist() == [[2, 2, 2], [1, 1, 1], [2, 2, 2], [1, 1, 1], [1, 1, 1]]
+    assert got.seconds_per_frame is not None
+    assert got.seconds_per_frame.T.tolist() == [[1, 2], [0, 1], [2, 1], [0, 1], [0, 1]]
     got = item_segments(9, [item((0, 7), video_grid_thw=[[2, 2, 2]])])
     assert got.extents.T.tolist() == [[2, 2, 2], [1, 1, 1]]
     both = SimpleNamespace(offsets=torch.tensor([[0, 1], [3, 4]]), image_grid_thw=torch.tensor([[1, 1, 2], [1, 1, 2]]))
@@ -76,6 +79,9 @@ REFUSED: dict[str, Any] = {
     "positions: got padding, want none": lambda: mrope_positions(PLACED.pad(20)),
     "mm_items[0]: got neither image_grid_thw nor video_grid_thw": lambda: item_segments(20, [item((0, 3))]),
     "mm_items[0].offsets: got 0 pairs, want 1": lambda: item_segments(20, [item(image_grid_thw=[1, 2, 2])]),
+    "mm_items[0].second_per_grid_ts: got 2 values, want 1, one per grid": (
+        lambda: item_segments(20, [item((0, 3), video_grid_thw=[2, 1, 2], second_per_grid_ts=[1.0, 2.0])])
+    ),
     "mm_items[1].offsets: got 1 pairs, want 2, one per grid": lambda: item_segments(20, TWICE),
     "offsets: got 4 placeholders from 0 to 3, want 6 for 1x2x3 after merging": (
         lambda: item_segments(20, [item((0, 3), image_grid_thw=[1, 2, 3])])

@@ -140,7 +140,7 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
     ),
     "ltx, 25 frames a second": (
         "ltx",
-        [Grid(2, 1, frames=2)],
+        [Grid(2, 1, frames=2, seconds_per_frame=Fraction(1, 25))],
         ["-1 -1 -249/250 -249/250", "-1 -31/32 -1 -31/32", "-1 -1 -1 -1"],
     ),
     "ltx with a keyframe at 80 before the video": (
@@ -187,12 +187,15 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
     ),
     "cosmos of images": (
         Cosmos(tokens_per_second=3),
-        [Grid(2, 1, frames=2), Grid(1, 1, frames=2, seconds_per_frame=1, first_frame=2)],
+        [
+            Grid(2, 1, frames=2, seconds_per_frame=Fraction(1, 3)),
+            Grid(1, 1, frames=2, seconds_per_frame=1, first_frame=2),
+        ],
         ["0 0 1 1 | 6 9", "0 1 0 1 0 0", "0 " * 6],
     ),
     "cosmos3": (
         "cosmos3",
-        [Text(2), Grid(1, 2, frames=2, seconds_per_frame=Fraction(1, 30)), Grid(1, 1, frames=2)],
+        [Text(2), *(Grid(1, n, frames=2, seconds_per_frame=Fraction(1, fps)) for n, fps in ((2, 30), (1, 24)))],
         ["0 1 | 15002 15002 75014/5 75014/5 | 15002 15003", "0 1 0 0 0 0 0 0", "0 1 0 1 0 1 0 0"],
     ),
     "cosmos3 without a margin": (Cosmos3(margin=0), [Text(2), Grid(2, 1)], ["0 1 2 2", "0 1 0 1", "0 1 0 0"]),

@@ -336,7 +336,7 @@ def test_describe_recognizes_padding() -> None:
 
 
 def test_explain_decomposes_the_positions_of_patches_but_not_of_markers() -> None:
-    segments = SegmentTable.from_documents([[Text(3), Clip(2, 2, frames=2, audio=26), Text(1)]])
+    segments = SegmentTable.from_documents([[Text(3), Clip(2, 2, frames=2, audio=26, seconds_per_frame=1), Text(1)]])
     positions = place(segments, "tmrope")
     assert [positions.explain(token, segments) for token in (3, 6, 9)] == [
         "token 3 (documents[0], token 3) is marker 0 before a clip (segment 1): position (3, 3, 3)",

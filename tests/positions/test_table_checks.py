@@ -24,7 +24,7 @@ from mmpos.positions.table_rows import (
 from mmpos.support import native
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(1)]])
-GRIDS = SegmentTable.from_documents([[Grid(2, 4)]])
+GRIDS = SegmentTable.from_documents([[Grid(2, 4, seconds_per_frame=1)]])
 PLACED = place(SEGMENTS)
 
 

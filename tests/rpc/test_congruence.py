@@ -161,7 +161,7 @@ CLIPS: list[SegmentTable | Spans | InputIds] = [
         [[Text(1), Audio(3), Clip(2, 1, frames=3, audio=20, seconds_per_frame=Fraction(2, 3))]]
     ),
     Spans([12], [1], [[2, 1, 1]], seconds_per_frame=[1], kind=[CLIP], extra_tokens=[3]),
-    InputIds([1, 1, 7, 9, 9, 7, 1, 1], Placeholders(image=5, video=7, audio=9), None, [[2, 1, 1]]),
+    InputIds([1, 1, 7, 9, 9, 7, 1, 1], Placeholders(5, 7, 9), None, [[2, 1, 1]], seconds_per_frame=[1]),
     InputIds([9, 9, 1, 5], Placeholders(image=5, audio=9), [[1, 1, 1]], audio_lengths=[2]),
 ]
 TILES: list[SegmentTable | Spans | InputIds] = [
@@ -169,7 +169,10 @@ TILES: list[SegmentTable | Spans | InputIds] = [
     Spans([11], [1, 5], [[1, 1, 2], [1, 1, 3]], kind=[THUMBNAIL, TILE], extra_tokens=[0, 1]),
     InputIds([1, 2, 9, 9, 3, 4, 9, 5, 6, 1], Placeholders(image=9, crops=MARKERS), [[1, 1, 2], [1, 1, 1]]),
 ]
-KEYFRAMES = SegmentTable.from_documents([[Text(2), Grid(1, 2, frames=3), Grid(1, 1, first_frame=2)], [Grid(1, 1)]])
+VIDEO = Grid(1, 2, frames=3, seconds_per_frame=0.5)
+KEYFRAMES = SegmentTable.from_documents(
+    [[Text(2), VIDEO, Grid(1, 1, seconds_per_frame=0.5, first_frame=2)], [Grid(1, 1)]]
+)
 ROWS: list[SegmentTable | Spans | InputIds] = [
     Spans([12], [3], [[1, 2, 2]], row_separator=True),
     InputIds([5, 2, 5, 3, 1], Placeholders(image=5, rows=(2, 3)), [[1, 2, 1]]),
@@ -239,7 +242,7 @@ WRONG = [
     PositionsQuery(SEGMENTS, "v2pe", dense=Dense("int32")),
     PositionsQuery(SEGMENTS, dense=Dense(axes=(2,))),
     PositionsQuery(SegmentTable.from_documents([[Grid(1, 1), Grid(1, 1)]])),
-    PositionsQuery(SegmentTable.from_documents([[Grid(2, 2, frames=2)]])),
+    *(PositionsQuery(SegmentTable.from_documents([[Grid(2, 2, frames=2)]]), name) for name in ("rope-tie", "ltx")),
     PositionsQuery(SEGMENTS, start=2**31 - 5),
     PositionsQuery(SEGMENTS, start=2**31),
     PositionsQuery(SEGMENTS, start=0.5),
@@ -426,11 +429,11 @@ def test_pixtral_images_match_local_builds(ask: Both) -> None:
 @pytest.mark.parametrize("scheme", ["tmrope", "tmrope-qwen3"])
 def test_sequences_with_audio_and_clips_match_local_builds(ask: Both, scheme: str) -> None:
     clip = Clip(1, 2, frames=3, audio=60, seconds_per_frame=Fraction(1001, 1000))
-    parts = ["a", clip, Audio(3), Grid(1, 2), Clip(2, 1, frames=1, audio=1), "b", Grid(1, 1, frames=2)]
+    video = Grid(1, 1, frames=2, seconds_per_frame=1)
+    parts = ["a", clip, Audio(3), Grid(1, 2), Clip(2, 1, frames=1, audio=1), "b", video]
     want = replace(LOCAL["omni"], scheme=scheme).build(parts)
     assert_equal(ask("build", parts, profile="omni", scheme=scheme), want)
-    seconds = [Fraction(1001, 1000), Fraction(1), Fraction(1)]
-    videos = want.grid_thw[[0, 2, 3]]
+    seconds, videos = [Fraction(1001, 1000), None, Fraction(1)], want.grid_thw[[0, 2, 3]]
     ids = InputIds(want.input_ids, Placeholders(), [[1, 1, 2]], videos, spatial_merge_size=1, seconds_per_frame=seconds)
     result = ask("query", PositionsQuery(ids, scheme), profile="omni")
     assert_equal(result.table.dense(), want.positions.dense())

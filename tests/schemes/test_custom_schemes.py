@@ -63,7 +63,7 @@ def test_an_invalid_placement_is_refused(scheme: Scheme, message: str) -> None:
 @pytest.mark.parametrize("scheme", ["mrope-qwen2.5", Grid2D(order="merged")])
 def test_grids_with_too_many_pieces_are_refused_before_memory_is_allocated(scheme: Any) -> None:
     with pytest.raises(LimitExceededError, match="got grids cut into 1048577 pieces, want at most 1048576"):
-        place(SegmentTable.from_documents([[Grid(1, 1, frames=2**20 + 1)]]), scheme)
+        place(SegmentTable.from_documents([[Grid(1, 1, frames=2**20 + 1, seconds_per_frame=1)]]), scheme)
 
 
 class Five(Scheme):

@@ -40,7 +40,7 @@ def test_ids_of_random_batches_equal_those_of_transformers(model: str, videos: b
     for layout, want in batches:
         timed = model == "qwen2_5_vl" and scheme == "mrope-transformers"
         known: str | Scheme = MRopeTransformers(tokens_per_second=layout.rate) if timed else scheme
-        positions = place(layout.segments(), known)
+        positions = place(layout.segments(timed), known)
         np.testing.assert_array_equal(positions.dense().reshape(want.ids.shape), want.ids)
         assert positions.deltas.tolist() == want.deltas.tolist()
         highest = np.where(layout.real, want.ids, -1).max(axis=(0, 2))
@@ -64,7 +64,7 @@ def rows_that_end_in_text(model: str) -> Iterator[tuple[bool, bool]]:
     """
     schemes: dict[str, str | Scheme] = {"qwen2_vl": "mrope", "qwen3_vl": "mrope-qwen3"}
     for layout, answer in random_answers(model, True, COUNT):
-        engines = place(layout.segments(), schemes.get(model, MRopeQwen25(tokens_per_second=layout.rate)))
+        engines = place(layout.segments(True), schemes.get(model, MRopeQwen25(tokens_per_second=layout.rate)))
         differs = answer.ids != engines.dense().reshape(answer.ids.shape)
         for row, real in enumerate(layout.real):
             kinds = layout.kinds[row][real]
@@ -85,7 +85,8 @@ def test_an_image_with_several_frames_has_no_time_in_transformers() -> None:
     image = Layout(np.array([[1, *[IMAGE] * 3, 2]]), images=[[3, 2, 2]], rate=4)
     assert rope_index("qwen2_5_vl", image).ids[0, 0].tolist() == [0, 1, 2, 3, 2]
     assert place(image.segments(), "mrope-transformers").dense()[0].tolist() == [0, 1, 2, 3, 2]
-    assert place(image.segments(), MRopeTransformers(tokens_per_second=4)).dense()[0].tolist() == [0, 1, 5, 9, 2]
+    with pytest.raises(InvalidInputError, match=r"^documents\[0\]\[1\]: got 3 frames without a time"):
+        place(image.segments(), MRopeTransformers(tokens_per_second=4))
 
 
 def test_packed_documents_do_not_restart_in_transformers() -> None:

@@ -18,17 +18,7 @@ from oracle import placed
 from tolerance import FREQUENCY, cos_sin, gamma
 
 from mmpos import Grid, Scheme, Text
-from mmpos.schemes import (
-    CogVideoX,
-    Cosmos3,
-    Flux,
-    Ltx,
-    Ltx2,
-    Lumina2,
-    MiniMaxH3,
-    QwenImage,
-    Wan,
-)
+from mmpos.schemes import CogVideoX, Cosmos3, Flux, Ltx, Ltx2, Lumina2, MiniMaxH3, QwenImage, Wan
 from mmpos.segments.kinds import Segment
 
 torch = pytest.importorskip("torch")
@@ -383,8 +373,8 @@ def cosmos(draw: random.Random) -> Drawn:
     fps = draw.choice([None, 16, 24, 30])
     rope_of = rope("cosmos", "CosmosRotaryPosEmbed", 96, (128, 240, 240), (1, 2, 2), 24, (1.0, 1.0, 1.0))
     rotations = halves(rope_of(latents(1, 1, f, 2 * h, 2 * w), fps), [32, 32, 32])
-    seconds = None if fps is None else Fraction(1, fps)
-    return Drawn("cosmos", [Grid(h, w, frames=f, seconds_per_frame=seconds)], rotations)
+    grid = Grid(h, w, frames=f, seconds_per_frame=Fraction(1, fps or 24))  # without fps, frame t is at t
+    return Drawn("cosmos", [grid], rotations)
 
 
 def cosmos3(draw: random.Random) -> Drawn:
@@ -394,9 +384,8 @@ def cosmos3(draw: random.Random) -> Drawn:
     first = following + 15000
     video_ids, _ = of.get_3d_mrope_ids_vae_tokens(f, h, w, first, True, fps)
     sound_ids, _ = of.get_3d_mrope_ids_vae_tokens(sound, 1, 1, first, True, 25, 24.0, 1)
-    seconds = None if fps is None else Fraction(1, fps)
     grids = [
-        Grid(h, w, frames=f, seconds_per_frame=seconds),
+        Grid(h, w, frames=f, seconds_per_frame=Fraction(1, fps or 24)),
         Grid(1, 1, frames=sound, seconds_per_frame=Fraction(1, 25)),
         Grid(1, 1, frames=action, seconds_per_frame=Fraction(1, 40), first_frame=1),
     ]

@@ -13,17 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import CASES, Case, Document, batches, exact, place_all, placed, settled
 
-from mmpos import Grid, Scheme, SegmentTable, Text, diagnose, place
-from mmpos.schemes import (
-    SCHEMES,
-    Grid2D,
-    Grids,
-    MRopeQwen25,
-    Placement,
-    RopeTieV2,
-    XDRope,
-    get_scheme,
-)
+from mmpos import Grid, InvalidInputError, Scheme, SegmentTable, Text, diagnose, place
+from mmpos.schemes import SCHEMES, Grid2D, Grids, MRopeQwen25, Placement, RopeTieV2, XDRope, get_scheme
 
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 STARTS = st.integers(-20, 10_000)
@@ -92,8 +83,21 @@ def test_frame_ids_of_qwen2_5_depend_on_seconds() -> None:
     halves = placed([Grid(1, 1, frames=5, seconds_per_frame=0.75)], "mrope-qwen2.5")
     assert halves.dense()[0].tolist() == [0, 1, 3, 4, 6]
     assert halves.next_positions.tolist() == [7]
-    untimed = placed([Grid(1, 1, frames=3)], "mrope-qwen2.5")
-    assert untimed.dense()[0].tolist() == [0, 2, 4]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("scheme", ["mrope-qwen2.5", "tmrope", "tmrope-qwen3", "ltx", "ltx2", "cosmos", "cosmos3"])
+def test_missing_seconds_are_not_guessed(scheme: str) -> None:
+    still = Grid(2, 3, seconds_per_frame=1 if scheme == "ltx2" else None)
+    segments = SegmentTable.from_documents([[still], [still, Grid(1, 1, frames=3)]])
+    for _ in range(2):  # the second call finds the plan of the first
+        with pytest.raises(InvalidInputError) as raised:
+            place(segments, scheme)
+        assert str(raised.value) == (
+            "documents[1][1]: got 3 frames without a time, want seconds_per_frame of the grid or video, such as 1/fps, "
+            "because ids of this scheme depend on it"
+        )
+    assert placed([still], scheme).num_tokens == 6
 
 
 def test_the_floor_of_seconds_is_exact() -> None:
@@ -150,7 +154,7 @@ def test_xd_rope_counting_over_the_batch_continues_after_the_number_of_the_last_
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_name_and_a_default_object_specify_the_same_scheme(name: str) -> None:
-    document: Document = [Text(3), Grid(2, 3), Text(2)] if SCHEMES[name].text else [Grid(2, 3)]
+    document: Document = [Text(3), Grid(2, 3), Text(2)] if SCHEMES[name].text else [Grid(2, 3, seconds_per_frame=1)]
     by_name, by_object = placed(document, name), placed(document, SCHEMES[name]())
     np.testing.assert_array_equal(by_name.table, by_object.table)
     assert by_name.scheme == by_object.scheme == name

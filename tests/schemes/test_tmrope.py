@@ -32,6 +32,7 @@ from mmpos.segments import Audio, Clip
 from mmpos.segments.kinds import Segment
 
 THIRDS = Grid(1, 1, frames=3, seconds_per_frame=Fraction(2, 3))
+SECONDS = Grid(1, 1, frames=2, seconds_per_frame=1)
 F = Fraction
 
 
@@ -77,7 +78,7 @@ def test_text_continues_after_the_last_run_and_generation_after_the_highest_id()
 
 
 def test_a_document_that_ends_at_a_fractional_id_has_no_next_position() -> None:
-    segments = SegmentTable.from_documents([[THIRDS, Text(1)], [Text(2), Grid(1, 1, frames=2), Text(1)], [Text(3)]])
+    segments = SegmentTable.from_documents([[THIRDS, Text(1)], [Text(2), SECONDS, Text(1)], [Text(3)]])
     positions = place(segments, "tmrope-qwen3", start=[0, 5, 1])
     assert positions.resumable.tolist() == [False, True, True]
     assert positions.documents[2:, 1:].tolist() == [[22, 4], [12, 0]]
@@ -99,7 +100,7 @@ SCHEMES: list[Scheme] = [
 
 def clip_by_a_loop(clip: Clip, cursor: Fraction, scheme: Any) -> tuple[list[Any], Fraction, Fraction]:
     """Return the ids of a clip's tokens, the cursor after it, and the highest id plus one."""
-    seconds = F(1) if clip.seconds_per_frame is None else clip.seconds_per_frame
+    seconds = F(clip.seconds_per_frame or 0)
     shared = isinstance(scheme, TMRope) == (scheme.engine == "transformers")
     exactly = isinstance(scheme, TMRopeQwen3) and scheme.engine == "transformers"
     ids: list[Any] = [(cursor,) * 3, (cursor + (not shared),) * 3]
@@ -159,7 +160,7 @@ def document_by_a_loop(document: list[Segment], scheme: Any, start: int) -> tupl
             highest = max(highest, after)
         elif isinstance(part, Grid):
             # Like a clip without markers and audio.
-            seconds = F(1) if part.seconds_per_frame is None else part.seconds_per_frame
+            seconds = F(part.seconds_per_frame or 0)
             steps = [t * seconds * scheme.tokens_per_second for t in range(part.frames)]
             steps = steps if scheme.fractional else [F(floor(step)) for step in steps]
             tokens: list[Any] = [
@@ -180,11 +181,12 @@ def document_by_a_loop(document: list[Segment], scheme: Any, start: int) -> tupl
 
 @st.composite
 def parts(draw: st.DrawFn) -> Segment:
-    sides, seconds = st.integers(1, 4), st.none() | st.fractions(F(1, 4), 9, max_denominator=6)
+    sides, seconds = st.integers(1, 4), st.fractions(F(1, 4), 9, max_denominator=6)
     kind = draw(st.sampled_from([Text, Audio, Grid, Clip]))
     if kind in (Text, Audio):
         return kind(draw(st.integers(1, 4)))
-    options = {"frames": draw(st.integers(1, 5)), "seconds_per_frame": draw(seconds)}
+    frames = draw(st.integers(1, 5))
+    options: Any = {"frames": frames, "seconds_per_frame": draw(seconds if frames > 1 else st.none() | seconds)}
     if kind is Clip:
         options["audio"] = draw(st.integers(1, 70))
     return kind(draw(sides), draw(sides), **options)
@@ -233,7 +235,7 @@ def test_markers_that_share_id_0_are_not_padding() -> None:
         ),
         (lambda: TMRopeQwen3(engine="vllm"), InvalidInputError, "TMRopeQwen3.engine: got 'vllm', want one of"),  # type: ignore[arg-type]
         (
-            lambda: placed([Clip(1, 1, frames=2**20 + 1, audio=1)], "tmrope"),
+            lambda: placed([Clip(1, 1, frames=2**20 + 1, audio=1, seconds_per_frame=1)], "tmrope"),
             LimitExceededError,
             "scheme 'tmrope': got grids cut into 1048577 pieces, want at most 1048576",
         ),

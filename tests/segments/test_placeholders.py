@@ -131,8 +131,8 @@ def test_padded_batches_become_segments(data: st.DataObject, merge: int, apart: 
         seconds_per_frame=np.transpose(times) if any(seconds) else None,
     )
     assert fields(got) == fields(want)
-    ours = place(got, "mrope-qwen2.5", 3)
-    alone = place(SegmentTable.from_documents([tokenized.document for tokenized in batch]), "mrope-qwen2.5", 3)
+    ours = place(got, "mrope", 3)
+    alone = place(SegmentTable.from_documents([tokenized.document for tokenized in batch]), "mrope", 3)
     dense = ours.dense().reshape(3, *mask.shape)
     np.testing.assert_array_equal(dense[:, mask == 1], alone.dense())
     np.testing.assert_array_equal(dense[:, mask == 0], 0)

@@ -78,12 +78,13 @@ def test_audio_markers_are_optional(begin: str | None, end: str | None) -> None:
 
 
 def test_videos_that_form_one_grid_use_the_video_placeholder() -> None:
-    parts = [Grid(1, 1, frames=2), Grid(1, 1), Video([Grid(1, 1)], times=[0], timestamp="")]
+    video = Grid(1, 1, frames=2, seconds_per_frame=1)
+    parts = [video, Grid(1, 1), Video([Grid(1, 1)], times=[0], timestamp="")]
     sequence = BUILDER.build(parts)
     assert sequence.input_ids.tolist() == [BEGIN, VIDEO, VIDEO, END, *(BEGIN, IMAGE, END) * 2]
     assert sequence.token_type_ids.tolist() == [0, 1, 1, 0, *(0, 1, 0) * 2]
     plain = replace(BUILDER, markers=replace(MARKERS, video=None))
-    assert plain.build([Grid(1, 1, frames=2)]).input_ids.tolist() == [BEGIN, IMAGE, IMAGE, END]
+    assert plain.build([video]).input_ids.tolist() == [BEGIN, IMAGE, IMAGE, END]
 
 
 def test_images_next_to_audio_keep_their_row_separators() -> None:

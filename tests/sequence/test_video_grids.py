@@ -9,15 +9,7 @@ import pytest
 from oracle import CASES, Id, exact, placed
 
 from mmpos import Grid, Scheme, Text
-from mmpos.schemes import (
-    MRopeQwen25,
-    MRopeTransformers,
-    RopeTie,
-    RopeTieFractional,
-    RopeTieLcm,
-    RopeTieV2,
-    get_scheme,
-)
+from mmpos.schemes import MRopeQwen25, MRopeTransformers, RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2, get_scheme
 
 
 class Case1x2(NamedTuple):

@@ -66,8 +66,8 @@ class Model:
 
     def document(self, i: int) -> list[Text | Grid]:
         """Return the text and images of document i."""
-        frames, height, width = self.sizes[i]
-        grids = [Grid(height, width, frames=frames), *(Grid(h, w) for h, w in self.references_of[i])]
+        f, h, w = self.sizes[i]
+        grids = [Grid(h, w, frames=f, seconds_per_frame=1 / 25), *(Grid(h, w) for h, w in self.references_of[i])]
         return [Text(TEXTS[i]), *grids] if self.text else [*grids]
 
     def positions(self, which: Sequence[int]) -> PositionTable:

@@ -41,7 +41,7 @@ def explore(
         typer.Argument(
             metavar="SPEC",
             help="The initial document: 3,2x3,2 is 3 text tokens, an image of 2 rows and 3 columns of patches, and 2 "
-            "text tokens; 4x2x3 is a video of 4 frames.",
+            "text tokens; 4x2x3@1/2 is a video of 4 frames in 2 seconds.",
         ),
     ] = _STARTING_SPEC,
     scheme: Annotated[

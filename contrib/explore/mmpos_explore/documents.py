@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
@@ -18,17 +19,18 @@ Document = list[Text | Grid]
 
 
 def read_spec(spec: str) -> Document:
-    """Read a spec: 3 is a run of text, 2x3 an image of 2 rows and 3 columns, and 4x2x3 a video of 4 frames.
+    """Read a spec: 3 is text, 2x3 an image of 2 rows and 3 columns, and 4x2x3@1/2 a video with half a second per frame.
 
     Raises:
         InvalidInputError: a part is neither text nor a grid.
     """
     document: Document = []
     for i, piece in enumerate(spec.split(",")):
-        if not re.fullmatch(r"\s*[0-9]{1,12}([x×][0-9]{1,12}){0,2}\s*", piece):
-            raise InvalidInputError(f"SPEC {spec!r}, part {i + 1}: got {piece!r}, want 3, 2x3 or 4x2x3")
-        sides = [int(number) for number in re.split("[x×]", piece)]
-        document.append(Text(sides[0]) if len(sides) == 1 else Grid.from_thw([1, *sides][-3:]))
+        if not re.fullmatch(r"\s*[0-9]{1,12}(([x×][0-9]{1,12}){1,2}(@[0-9]{1,6}(/[1-9][0-9]{0,5})?)?)?\s*", piece):
+            raise InvalidInputError(f"SPEC {spec!r}, part {i + 1}: got {piece!r}, want 3, 2x3 or 4x2x3@1/2")
+        words, _, time = piece.partition("@")
+        sides, seconds = [1, *map(int, re.split("[x×]", words))], Fraction(time) if time else None
+        document.append(Text(sides[1]) if len(sides) == 2 else Grid.from_thw(sides[-3:], seconds_per_frame=seconds))
     return document
 
 
@@ -37,13 +39,13 @@ def read_part(name: str, part: Any) -> Document:
 
     Args:
         name: name of the part in errors.
-        part: {"text": 3}, {"grid": [2, 3]}, {"grid": [4, 2, 3]} or {"picture": [height, width]}, in pixels.
+        part: {"text": 3}, {"grid": [2, 3]}, {"grid": [4, 2, 3], "seconds_per_frame": 0.5} or {"picture": [64, 96]}.
     """
     match part:
         case {"text": length, **rest} if not rest:
             return [Text(length)]
-        case {"grid": [*sides], **rest} if not rest and len(sides) in (2, 3):
-            return [Grid.from_thw([1, *sides][-3:])]
+        case {"grid": [*sides], **time} if time.keys() <= {"seconds_per_frame"} and len(sides) in (2, 3):
+            return [Grid.from_thw([1, *sides][-3:], **time)]
         case {"picture": [height, width], **rest} if not rest:
             return [Text(1), ImageProcessor(backend="pillow").grid(height, width), Text(1)]
     raise InvalidInputError(f'{name}: got {part!r}, want {{"text": 3}}, {{"grid": [2, 3]}} or {{"picture": [64, 96]}}')
@@ -51,14 +53,16 @@ def read_part(name: str, part: Any) -> Document:
 
 def parts_of(document: Document) -> list[dict[str, object]]:
     """Return the parts of a document, as in a request."""
-    return [{"text": part.length} if isinstance(part, Text) else {"grid": _sides(part)} for part in document]
+    times = [getattr(part, "seconds_per_frame", None) for part in document]
+    parts = [{"text": part.length} if isinstance(part, Text) else {"grid": _sides(part)} for part in document]
+    return [p | ({"seconds_per_frame": float(time)} if time else {}) for p, time in zip(parts, times, strict=True)]
 
 
 def spec_of(document: Document) -> str:
     """Format a document as a spec."""
-    return ",".join(
-        str(part.length) if isinstance(part, Text) else "x".join(map(str, _sides(part))) for part in document
-    )
+    sides = (str(p.length) if isinstance(p, Text) else "x".join(map(str, _sides(p))) for p in document)
+    times = (getattr(part, "seconds_per_frame", None) for part in document)
+    return ",".join(map("{}@{}".format, sides, times)).replace("@None", "")
 
 
 def _sides(grid: Grid) -> list[int]:
@@ -106,11 +110,7 @@ def _parameter(assignment: str) -> tuple[str, object]:
 
 
 def choose(request: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only one of these names that a request has.
-
-    Raises:
-        InvalidInputError: the request has none or several of them.
-    """
+    """Return the only one of these names that a request has; raise InvalidInputError if it has none or several."""
     passed = [name for name in names if request.get(name) is not None]
     if len(passed) != 1:
         raise InvalidInputError(f"request: got {' and '.join(passed) or 'no document'}, want one of {', '.join(names)}")

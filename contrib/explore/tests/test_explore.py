@@ -33,7 +33,7 @@ DOCUMENTS = [  # spec, schemes
     ("3,2x3,2", ["rope-tie", "rope-tie-v2", "flatten"]),
     ("1,1x1,1", ["rope-tie-fractional"]),
     ("4,3x5,4,5x3", ["mrope", "mrope-qwen2.5", "mrope-qwen3"]),
-    ("2,4x2x3,2", ["mrope", "mrope-qwen2.5"]),
+    ("2,4x2x3@3/2,2", ["mrope", "mrope-qwen2.5"]),
     ("7,7x7", ["v2pe,stride=16", "v2pe"]),
     ("3,2x2,3,2x2,3", ["vrope", "xd-rope"]),
     ("512,32x32,64", ["rope-tie-lcm"]),

@@ -449,7 +449,7 @@ def other_times(case: Deviation) -> Iterator[Guess]:
         return
     known = seconds[0] > 0
     times = {
-        "seconds_per_frame is forgotten: frames are one second apart": None,
+        "seconds_per_frame is forgotten: frames are one second apart": np.where(known, 1, seconds),
         "frames per second are mistaken for seconds per frame": np.where(known, seconds[::-1], seconds),
     }
     halves = seconds * np.where(known, [[1], [2]], 1)

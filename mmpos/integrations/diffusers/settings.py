@@ -73,8 +73,8 @@ class TransformerSettings:
             height: rows of latents.
             width: columns of latents.
             frames: frames of latents.
-            fps: frames per second of the video, an integer or a Fraction, for schemes that place frames in time; None
-                uses the default of the scheme.
+            fps: frames per second of the video, an integer or a Fraction; ``place`` raises an error for frames without
+                it if the scheme counts seconds.
             first_frame: see ``Grid``.
 
         Raises:

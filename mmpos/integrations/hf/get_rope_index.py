@@ -43,15 +43,7 @@ from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import INT32_MAX, IntArray, integer
 from mmpos.support.ragged import ragged_arange
 
-__all__ = [
-    "OmniRopeIndex",
-    "RopeIndex",
-    "TimedRopeIndex",
-    "XDRopeIndex",
-    "install",
-    "rope_index",
-    "uninstall",
-]
+__all__ = ["OmniRopeIndex", "RopeIndex", "TimedRopeIndex", "XDRopeIndex", "install", "rope_index", "uninstall"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -293,7 +285,8 @@ def rope_index(config: object) -> Function:
 
     The ids and deltas that the replacement returns equal those of the method bit for bit, in the same dtype and on the
     same device. The replacement also supports valid input for which the method fails: adjacent images or frames without
-    text between them.
+    text between them. As in Transformers, ``second_per_grid_ts=None`` stands for one second per frame of Qwen2.5-VL;
+    ``mmpos.place`` raises an error instead.
 
     Args:
         config: the complete config object of a model, the contents of its config.json as a mapping, or the path of that

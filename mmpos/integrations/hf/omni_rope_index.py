@@ -27,7 +27,7 @@ from mmpos.integrations.hf.token_types import (
 from mmpos.integrations.models.settings import audio_tokens
 from mmpos.positions.place import place
 from mmpos.rotary.operators import define_operator
-from mmpos.schemes import TMRope
+from mmpos.schemes import Grids, TMRope
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, TEXT
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
@@ -137,6 +137,9 @@ class _OmniTimes(TMRope):
 
     def frame_ids(self, grid: IntArray, frame: IntArray, step: IntArray, per: IntArray) -> IntArray:
         return np.asarray(self.times[self.first_frames[grid] + frame])
+
+    def _steps(self, grids: Grids) -> tuple[IntArray, IntArray]:
+        return np.zeros_like(grids.frames), np.ones_like(grids.frames)
 
 
 def _compute(

@@ -103,12 +103,7 @@ _QWEN3_OMNI = ModelType("tmrope-qwen3", f"audio and video interleaved by time pe
 
 MODEL_TYPES: Mapping[str, ModelType] = by_name(
     {
-        "qwen2_vl": ModelType(
-            "mrope-transformers",
-            "text after a video: see engine",
-            "mrope",
-            markers=_VISION,
-        ),
+        "qwen2_vl": ModelType("mrope-transformers", "text after a video: see engine", "mrope", markers=_VISION),
         "qwen2_5_vl": ModelType(
             "mrope-transformers",
             "videos in seconds; the encoder attends in windows and restores the patch order afterwards",

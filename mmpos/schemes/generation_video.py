@@ -314,8 +314,8 @@ class Ltx(_Ltx):
 class Ltx2(_Ltx):
     """Latent (t, i, j) at (8t − 3)/fps/10 − 1, (i + ½)/32 − 1, (j + ½)/32 − 1: the middle of its frames and pixels.
 
-    The first latent is at ½/fps/10 − 1, so every grid needs ``seconds_per_frame``, which is 1/fps of the video. In a grid
-    of several latents with a ``first_frame`` f other than 0, all cover 8 frames, with the middle at f + 8t + 4.
+    The first latent is at ½/fps/10 − 1, so every grid needs ``seconds_per_frame``, which is 1/fps of the video. In a
+    grid of several latents with a ``first_frame`` f other than 0, all cover 8 frames, with the middle at f + 8t + 4.
     Audio is a grid of 1 × 1 with one frame per latent and 1/100 seconds per frame, in the scheme with ``axes=1`` and
     ``frames_per_latent=4``. Source: LTX2AudioVideoRotaryPosEmbed of diffusers.
 

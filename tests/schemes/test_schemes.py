@@ -89,15 +89,20 @@ def test_frame_ids_of_qwen2_5_depend_on_seconds() -> None:
 @pytest.mark.parametrize("scheme", ["mrope-qwen2.5", "tmrope", "tmrope-qwen3", "ltx", "ltx2", "cosmos", "cosmos3"])
 def test_missing_seconds_are_not_guessed(scheme: str) -> None:
     still = Grid(2, 3, seconds_per_frame=1 if scheme == "ltx2" else None)
-    segments = SegmentTable.from_documents([[still], [still, Grid(1, 1, frames=3)]])
+    segments = SegmentTable.from_documents([[still], [Grid(1, 1, frames=3)]])
     for _ in range(2):  # the second call finds the plan of the first
         with pytest.raises(InvalidInputError) as raised:
             place(segments, scheme)
         assert str(raised.value) == (
-            "documents[1][1]: got 3 frames without a time, want seconds_per_frame of the grid or video, such as 1/fps, "
+            "documents[1][0]: got 3 frames without a time, want seconds_per_frame of the grid or video, such as 1/fps, "
             "because ids of this scheme depend on it"
         )
     assert placed([still], scheme).num_tokens == 6
+    if get_scheme(scheme).keyframes:
+        with pytest.raises(
+            InvalidInputError, match=r"^documents\[0\]\[0\]: got 1 frame without a time, want seconds_per"
+        ):
+            placed([Grid(1, 1, first_frame=80)], scheme)
 
 
 def test_the_floor_of_seconds_is_exact() -> None:

@@ -98,6 +98,11 @@ def test_missing_seconds_are_not_guessed(scheme: str) -> None:
             "because ids of this scheme depend on it"
         )
     assert placed([still], scheme).num_tokens == 6
+    if get_scheme(scheme).keyframes:
+        with pytest.raises(
+            InvalidInputError, match=r"^documents\[0\]\[0\]: got 1 frame without a time, want seconds_per"
+        ):
+            placed([Grid(1, 1, first_frame=80)], scheme)
 
 
 def test_the_floor_of_seconds_is_exact() -> None:

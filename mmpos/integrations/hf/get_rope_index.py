@@ -425,10 +425,7 @@ def _compute(
 
 
 def _with_row_ends(grid_thw: Tensor | None, merge: int) -> Tensor | None:
-    """Widen grids before merging by one merged column, unless ``merge`` is 0.
-
-    The C pass declines grids of another shape, and grids without width.
-    """
+    """Widen grids by a merged column unless ``merge`` is 0; the C pass declines those of another shape or no width."""
     if not merge or grid_thw is None or grid_thw.dtype != torch.int64 or grid_thw.dim() != 2 or grid_thw.shape[1] != 3:
         return grid_thw
     widened, width = grid_thw.clone(), grid_thw[:, 2] // merge

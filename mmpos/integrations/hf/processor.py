@@ -137,12 +137,9 @@ class MMPosProcessor(ProcessorMixin):
         Raises:
             InvalidInputError: the numbers of images and placeholders differ, an image cannot be read, or rows cannot be
                 padded as requested.
-            UnsupportedError: videos or audio were passed, the scheme cannot place a row, or the installed Transformers
-                does not sanitize chats (before 5.23).
+            UnsupportedError: videos or audio were passed, the scheme cannot place a row, or Transformers does not
+                sanitize chats (before 5.23).
         """
-        if sanitize_control_tokens and not _SANITIZES:
-            got = f"True, which Transformers {transformers.__version__} ignores"
-            raise UnsupportedError(f"sanitize_control_tokens: got {got}, want False, or Transformers >= 5.23")
         for name, value in (("videos", videos), ("audio", audio)):
             if value is not None:
                 raise UnsupportedError(f"{name}: got {type(value).__name__}, want None; only images are supported")
@@ -235,6 +232,9 @@ class MMPosProcessor(ProcessorMixin):
         return grids, counts, batch
 
     def _encode(self, texts: list[str], special: bool, sanitize: bool) -> list[IntArray]:
+        if sanitize and not _SANITIZES:
+            got = f"True, which Transformers {transformers.__version__} ignores"
+            raise UnsupportedError(f"sanitize_control_tokens: got {got}, want False, or Transformers >= 5.23")
         options = {"add_special_tokens": special, **({"sanitize_control_tokens": True} if sanitize else {})}
         encoded = self.tokenizer(texts, padding=False, truncation=False, **options)
         return [np.array(ids, np.int64) for ids in encoded["input_ids"]]

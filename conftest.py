@@ -14,9 +14,6 @@ if not Path("/dev/nvidiactl").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has one core, on which torch threads would block each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Import mmpos once, before doctests collect its modules one by one.
-import mmpos
-
 # When a grpc.aio channel is collected, it waits for its thread, which does not exist in a forked child.
 os.register_at_fork(after_in_child=gc.freeze)
 
@@ -48,20 +45,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of model types that the installed Transformers, an older one, does not have."""
-    transformers = sys.modules.get("transformers")
-    if transformers is not None:
-        known = json.loads((Path(mmpos.__file__).parent / "rotary" / "hf_defaults.json").read_text(encoding="utf-8"))
-        missing = {name for name in known if name not in transformers.CONFIG_MAPPING}
-        for item in items:
-            values = vars(getattr(item, "callspec", item)).get("params", {}).values()
-            for name in missing.intersection(value for value in values if isinstance(value, str)):
-                item.add_marker(
-                    pytest.mark.skip(reason=f"Transformers {transformers.__version__} does not have {name}")
-                )
-
-
 # Not collected: a plugin for separate runs, and modules that import other projects, which takes seconds and may fail.
 collect_ignore = [
     "tests/helpers/native_choice.py",
@@ -89,9 +72,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --one-of-each, keep one test of each function and of each kind of launch, a quick one if there is one."""
-    if not config.getoption("one_of_each"):
-        return
+    """Skip what the installed Transformers lacks, and deselect what --one-of-each leaves out."""
+    _skip_missing_types(items)
+    if config.getoption("one_of_each"):
+        _keep_one_of_each(config, items)
+
+
+def _skip_missing_types(items: list[pytest.Item]) -> None:
+    """Skip the tests of model types that the installed Transformers, an older one, does not have."""
+    transformers = sys.modules.get("transformers")
+    if transformers is not None:
+        known = json.loads(
+            (Path(__file__).parent / "mmpos" / "rotary" / "hf_defaults.json").read_text(encoding="utf-8")
+        )
+        missing = {name for name in known if name not in transformers.CONFIG_MAPPING}
+        for item in items:
+            values = vars(getattr(item, "callspec", item)).get("params", {}).values()
+            for name in missing.intersection(value for value in values if isinstance(value, str)):
+                item.add_marker(
+                    pytest.mark.skip(reason=f"Transformers {transformers.__version__} does not have {name}")
+                )
+
+
+def _keep_one_of_each(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one test of each function and of each kind of launch, a quick one if there is one."""
     kinds: dict[str, pytest.Item] = {}
     for item in sorted(items, key=lambda item: item.get_closest_marker("slow") is not None):
         function, _, parameters = item.nodeid.partition("[")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,9 @@ def as_one_head(x: Any, pairing: str) -> Any:
 @pytest.mark.parametrize(("precision", "pairing"), [("exact", "adjacent"), ("exact", "half"), ("hf", "adjacent")])
 def test_heads_that_share_a_layout_are_rotated_like_one_long_head(precision: Any, pairing: Any, way: Any) -> None:
     long_head = replace(ltx(64), precision=precision)
-    table = place(SegmentTable.from_documents([[Grid(2, 3, frames=2)], [Grid(3, 2)]]), "ltx")
+    table = place(
+        SegmentTable.from_documents([[Grid(2, 3, frames=2, seconds_per_frame=Fraction(1, 25))], [Grid(3, 2)]]), "ltx"
+    )
     ids = torch.from_numpy(table.dense())
     rotary = cut(long_head, 4, pairing)
     k, q = (heads(18, count, 16, seed=count).to(DEVICE) for count in (4, 8))

@@ -259,17 +259,17 @@ def test_the_extension_supports_every_scheme(case: Case, monkeypatch: pytest.Mon
     recorder = Recorder()
     forget_plans()
     monkeypatch.setattr(native, "core", recorder)
-    grid = Grid(2 * case.side, 3 * case.side, frames=2 if case.frames else 1)
+    scheme = get_scheme(case.scheme)
+    timed = case.name in ("mrope-qwen2.5", "tmrope", "tmrope-qwen3") or "tokens_per_second" in case.label
+    grid = Grid(2 * case.side, 3 * case.side, frames=2 if case.frames else 1, seconds_per_frame=1 if timed else None)
     document: Document = [Text(3), grid, Text(2)] if case.text else [grid]
     positions = place(SegmentTable.from_documents([document]), case.scheme)
     positions.dense()
     positions.rationals()
-    by_plan = ["place", "enter", "place"] if get_scheme(case.scheme).linear_in else []
-    # The frames of these schemes are separate pieces.
-    timed = case.name == "mrope-qwen2.5" or "tokens_per_second" in case.label
-    general = [] if by_plan and not timed else ["placed"]
+    by_plan = ["place", "enter", "place"] if scheme.linear_in and not timed else []
+    general = [] if by_plan else ["placed"]
     assert [name for name, _ in recorder.answers] == ["documents", *by_plan, *general, *["expand"] * 2]
-    declined = ["place"] if by_plan and timed else []
+    declined = ["documents"] if timed else []
     assert [name for name, answer in recorder.answers if answer is None or answer is False] == declined
 
 

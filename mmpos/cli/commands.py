@@ -220,7 +220,7 @@ def explain(
 ) -> None:
     """Explain in one sentence why a token has its position."""
     placed = place_specs(read_specs([document]), scheme)
-    typer.echo(placed.positions.explain(token, placed.segments))
+    print(placed.positions.explain(token, placed.segments))  # typer.echo writes UTF-8 to an ASCII terminal
 
 
 @app.command()

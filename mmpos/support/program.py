@@ -6,7 +6,6 @@ import codecs
 import io
 import os
 import sys
-import unicodedata
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -74,18 +73,15 @@ def run_program(name: str, load: Callable[[], App], arguments: Sequence[str] | N
 
 
 _SIMILAR = "mmpos.similar"
-_ASCII = {"×": "x", "–": "-", "−": "-", "·": "*", "→": "->", "≥": ">=", "≤": "<=", "✓": "y", "✗": "n"}
+_ASCII = {"×": "x", "–": "-", "−": "-", "·": "*", "→": "->", "≥": ">=", "≤": "<=", "✓": "y", "✗": "n", "…": "..."}
 _ASCII |= {"⌊": "floor(", "⌋": ")", "⌈": "ceil(", "⌉": ")", "δ": "delta", "θ": "theta", "π": "pi"}
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that an output cannot encode by similar ones in ASCII, or by a question mark."""
+    """Replace characters that an output cannot encode: our own by similar ones in ASCII, others by their escapes."""
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end]
-    plain = (_ASCII.get(c) or unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode() for c in characters)
-    # A surrogate is a byte of a file name, which the message must show.
-    shown = (ascii(c)[1:-1] if "\ud800" <= c <= "\udfff" else "?" for c in characters)
-    return "".join(similar or other for similar, other in zip(plain, shown, strict=True)), error.end
+    return "".join(_ASCII.get(c) or ascii(c)[1:-1] for c in characters), error.end
 
 
 def _run(name: str, load: Callable[[], App], arguments: Sequence[str] | None) -> int:

@@ -207,7 +207,7 @@ def test_an_unexpected_error_keeps_its_traceback() -> None:
 def test_an_ascii_terminal_shows_similar_characters() -> None:
     assert run_program("mmpos", lambda: lambda **_: 0, []) == 0  # registers the error handler
     assert "✓ ✗ 2×3–4…·−² ≥→ ⌊δ⌋ é 図 \udcff".encode("ascii", "mmpos.similar") == (
-        rb"y n 2x3-4...*-2 >=-> floor(delta) e ? \udcff"
+        rb"y n 2x3-4...*-\xb2 >=-> floor(delta) \xe9 \u56f3 \udcff"
     )
     ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     for arguments in (["positions", "3,2x3,2"], ["schemes"], ["positions", "2×é"]):

@@ -440,6 +440,13 @@ def test_chat_reads_videos_and_audio_with_media() -> None:
     assert parts[1:-1] == [Audio(7), Clip(1, 2, frames=2, audio=3), Grid(1, 2, frames=2)]
 
 
+@pytest.mark.parametrize("placeholder", ["<video>", "<image>"])
+def test_llava_reads_its_video_at_either_placeholder(placeholder: str) -> None:
+    turns = [{"from": "human", "value": f"{placeholder}\nWhat?"}, {"from": "gpt", "value": "A cat."}]
+    parts = LLaVA(media=media)({"video": "video", "conversations": turns}, HERE).parts
+    assert parts[:2] == ["User:\n", Grid(1, 2, frames=2)]
+
+
 @pytest.mark.parametrize(
     ("name", "got"),
     [("image", "Grid from media"), ("nothing", "nothing from media"), ("lost", "KeyError ('lost') from media")],
@@ -630,6 +637,7 @@ UNREAD = "want Chat(media=…), which reads video and audio, or a video as a lis
         *(((*TURN, name), value,
            f"messages[2].{name}: got {value}, want 1 or none, since every assistant turn is trained on")
           for name, value in (("weight", 0), ("weight", 0.5), ("loss", False))),
+        (("label",), False, "label: got False, want 1 or none, since every assistant turn is trained on"),
     ],
 )  # fmt: skip
 def test_invalid_chats_are_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
@@ -788,6 +796,11 @@ A_CAT = {"image": struct(CAT), "text": "a cat"}
         (Chat(), changed(talk("a"), ("messages", 0, "images"), ["a.jpg"]), "messages[0].images: got ['a.jpg']"),
         (Chat(), user_turn({"type": "text", "text": "a", "image": "b"}), "messages[0].content[0].image: got 'b'"),
         (Chat(), talk("a", image_path="a.jpg"), "image_path: got 'a.jpg'"),
+        (Chat(), talk("a", second_image_2="a.jpg"), "second_image_2: got 'a.jpg'"),
+        (Chat(), talk("a", rejected_response="b"), "rejected_response: got 'b'"),
+        (HFImages(), {**A_CAT, "left": PNG}, f"left: got {len(PNG)} bytes"),
+        (HFImages(), {**A_CAT, "speech": {"array": [0.0], "sampling_rate": 16_000}}, "speech: got"),
+        (Pairs(), {**RECORDS["pairs"], "heic": b"..."}, "heic: got 3 bytes"),
         (TarDocuments(), {**RECORDS["tar-documents"], "b.jpg": CAT}, f"b.jpg: got {len(CAT)} bytes"),
         (
             TarDocuments(),
@@ -815,6 +828,7 @@ def test_columns_about_media_that_carry_none_are_left_out() -> None:
         (Chat(), user_turn({"type": "image", "image": PNG}) | {"images": [PNG]}, f"images: got 1 item, want 0, {EACH}"),
         (Chat(), user_turn(TRL[1]) | {"images": [PNG]}, "messages[0].content[0].index: got 1, want 0, the number of "
          "items of images before it"),
+        (Chat(), talk("Who?", images=[None]), f"images[0]: got nothing, {NO_REFERENCE}"),
         (Chat(), talk("<video>"), f"videos: got 0 items, want 1, {EACH.replace('image', 'video')}"),
         (Chat(), talk("<video>", videos=["a.mp4"]), f"videos[0]: got video, {UNREAD}"),
         (LLaVA(), {"conversations": [{"from": "human", "value": "<audio>"}], "audio": "a.wav"},

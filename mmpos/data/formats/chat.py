@@ -29,6 +29,8 @@ class _Placeholder:
     index: Field | None = None
 
 
+_IMAGE = _Placeholder("image")
+
 _Turns = list[tuple[Field, list[object]]]
 """Role of each turn, with its texts, placeholders, images, videos and audio."""
 
@@ -38,7 +40,19 @@ class _Conversation(RecordFormat):
     """Base class of conversation formats, with the options that Chat describes."""
 
     refused: ClassVar[frozenset[str]] = frozenset(
-        ("tool_calls", "function_call", "tools", "functions", "reasoning_content", "thinking", "system", "objects")
+        (
+            *(
+                "tool_calls",
+                "function_call",
+                "tools",
+                "functions",
+                "reasoning_content",
+                "thinking",
+                "system",
+                "objects",
+            ),
+            *("chosen", "rejected", "rejected_messages", "rejected_response", "attachment", "attachments"),
+        )
     )
     all_first: ClassVar[bool] = False
     """Whether several images without placeholders also come before the first user's text."""
@@ -112,8 +126,9 @@ class _Conversation(RecordFormat):
 def _column(record: Field, kind: str) -> Field:
     """Return the column with the images, videos or audio of a record; its value is None if it is empty."""
     plural, single = record[f"{kind}s"], record[kind]
-    if single.is_empty:
-        return replace(plural, value=None if plural.is_empty else plural.value)
+    if single.is_empty:  # but an image that is missing from a list is an error
+        empty = plural.is_empty and not (kind == "image" and plural.is_list)
+        return replace(plural, value=None if empty else plural.value)
     if not plural.is_empty:
         raise single.error(f"nothing beside {plural.name}")
     return single
@@ -178,7 +193,10 @@ class Chat(_Conversation):
 
     def _pieces(self, record: Field) -> list[Piece]:
         messages = record["messages"].items()
-        for flag in (message[name] for message in messages for name in ("weight", "loss")):
+        flags = [message[name] for message in messages for name in ("weight", "loss")]
+        if isinstance(record["label"].value, bool):  # of KTO
+            flags.append(record["label"])
+        for flag in flags:
             if flag.value not in (None, 1):  # True is 1
                 raise flag.error("1 or none, since every assistant turn is trained on")
         return self._conversation(record, [(message["role"], self._parts(message["content"])) for message in messages])
@@ -235,7 +253,8 @@ class LLaVA(_Conversation):
     r"""Format of records with ``image`` and ``conversations``, a list of turns.
 
     A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` (or ``images``) is a path, another
-    reference, or a list of references. Placeholders stand for the media beside the turns as in Chat. The text around
+    reference, or a list of references. Placeholders stand for the media beside the turns as in Chat; in a record with a
+    video and no image, ``<image>`` may stand for the video, as in LLaVA-Video. The text around
     ``<image>``, including line breaks, is kept. The gpt turns are trained on, including the text that ends them.
 
     Source: docs/Finetune_Custom_Data.md in the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
@@ -254,8 +273,12 @@ class LLaVA(_Conversation):
     names: ClassVar[str] = "conversations"
 
     def _pieces(self, record: Field) -> list[Piece]:
-        turns = record["conversations"].items()
-        return self._conversation(record, [(_role(turn["from"]), _split(turn["value"])) for turn in turns])
+        turns = [(_role(turn["from"]), _split(turn["value"])) for turn in record["conversations"].items()]
+        images, video = (record["image"], record["images"]), _Placeholder("video")
+        only_video = all(column.is_empty for column in images) and not _column(record, "video").is_empty
+        if only_video and not any(video in texts for _, texts in turns):
+            turns = [(role, [video if part == _IMAGE else part for part in texts]) for role, texts in turns]
+        return self._conversation(record, turns)
 
 
 def _role(speaker: Field) -> Field:

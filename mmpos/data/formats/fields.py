@@ -21,11 +21,18 @@ from mmpos.support import checks
 __all__ = ["Field", "RecordFormat", "check_option"]
 
 _MEDIA = re.compile(
-    r"(image|img|picture|photo|video|audio)s?(?P<origin>_(path|file|url)s?)?"
-    r"|(.*\.)?(jpe?g|png|webp|gif|bmp|tiff?|mp4|mov|avi|mkv|webm|wav|mp3|flac|ogg|m4a)",
+    r"(.*_)?(image|img|picture|photo|video|audio)s?_?\d*(?P<origin>_(path|file|url)s?)?"
+    r"|(.*\.)?(jpe?g|jfif|png|webp|gif|bmp|tiff?|avif|heic|jxl|jp2|mp4|m4v|mov|avi|mkv|webm|mpe?g|wmv|flv|3gp)"
+    r"|(.*\.)?(wav|mp3|flac|ogg|opus|aac|m4a|wma)",
     re.IGNORECASE,
 )
 """Names of columns and of members of a tar file that carry media; an origin may stand beside the image itself."""
+
+_SIGNATURE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|II\*\0|MM\0\*|\x1aE\xdf\xa3|OggS|fLaC|ID3|RIFF....(WEBP|WAVE|AVI )|....ftyp",
+    re.DOTALL,
+)
+"""First bytes of images, videos and audio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +246,15 @@ def _is_empty(value: Any, depth: int = 3) -> bool:
 
 
 def _is_media(name: object, value: Any, placed: bool) -> bool:
-    """Return whether a column carries media: by its name, or since it holds images or structs of bytes and path."""
+    """Return whether a column carries media: by its name, or since it holds images, their bytes, or structs of them."""
     if match := _MEDIA.fullmatch(str(name)):
         return not isinstance(value, int | float) and not (placed and match["origin"])
     item = next((item for item in value if item is not None), None) if _is_list(value) else value
-    return is_of("PIL.Image", "Image", item) or (isinstance(item, Mapping) and item.keys() == {"bytes", "path"})
+    if isinstance(item, Mapping):
+        if item.keys() == {"bytes", "path"} or item.keys() >= {"array", "sampling_rate"}:
+            return True
+        item = item.get("bytes")
+    return is_of("PIL.Image", "Image", item) or (isinstance(item, bytes) and _SIGNATURE.match(item) is not None)
 
 
 def _integer(value: object) -> int | None:

@@ -7,6 +7,7 @@ description says "array", any object with a buffer is accepted.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from functools import cache
 from importlib import import_module
@@ -37,10 +38,13 @@ except ImportError:
 
 @cache
 def warn_slow() -> None:
-    """Warn once, at the caller of ``place``, that ``core`` is None."""
+    """Warn once, at the line outside mmpos that led here, that ``core`` is None."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] == "mmpos":
+        level, frame = level + 1, frame.f_back
     warnings.warn(
         "the C extension of mmpos was not built, so calls take 8 to 240 times as long, with the same results; "
         f"install a C compiler, then build the extension: {REINSTALL}",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=level,
     )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from layouts_by_hand import LAYOUTS
 from oracle import CASES, batches
 
-from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, MmposError, PositionTable, SegmentTable, SequenceBuilder, Text, place
 from mmpos.__main__ import main
 from mmpos.positions import plan
 from mmpos.positions.plan import forget_plans, place_by_plan
@@ -254,6 +254,10 @@ def test_without_the_extension_the_first_placed_batch_warns_once(
     said = str(warning.message)
     assert said.startswith("the C extension of mmpos was not built, so calls take 8 to 240 times as long")
     assert "multimodal-positions (in a clone: pip install -e .)" in said
+    native.warn_slow.cache_clear()
+    with pytest.warns(RuntimeWarning) as deeper:
+        SequenceBuilder().build(["a"])
+    assert [warning.filename for warning in deeper] == [__file__]
     native.warn_slow.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("default")

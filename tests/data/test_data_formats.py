@@ -146,7 +146,7 @@ def test_a_path_must_lead_to_a_file_inside_base(tmp_path: Path, monkeypatch: pyt
 
 
 def test_paths_are_not_read_without_base() -> None:
-    want = "want Images(base=…) or Images(resolver=…); paths are not read by default"
+    want = "want Images(base=…), Images(resolver=…) or --images-from; paths are not read by default"
     assert refused(Images(), "a.png") == f"r: image: got the path 'a.png', {want}"
     assert refused(Images(), {"bytes": None, "path": "a.png"}) == f"r: image.path: got the path 'a.png', {want}"
 

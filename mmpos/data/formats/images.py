@@ -127,7 +127,9 @@ class Images:
     def _file(self, name: str, text: str) -> Path:
         got = f"{name}: got the path {describe(text)}"
         if self.base is None:
-            raise RecordError(f"{got}, want Images(base=…) or Images(resolver=…); paths are not read by default")
+            raise RecordError(
+                f"{got}, want Images(base=…), Images(resolver=…) or --images-from; paths are not read by default"
+            )
         try:
             path = Path(self.base, text).resolve()
             inside, readable = path.is_relative_to(self.base), path.is_file()

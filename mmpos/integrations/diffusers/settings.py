@@ -155,7 +155,7 @@ def _scheme(name: str, schemes: Scheme | Mapping[str, Scheme | str], pipeline: o
     got = pipeline if pipeline is None or isinstance(pipeline, str) else type(pipeline).__name__
     if isinstance(schemes, Scheme):
         if got is not None:
-            raise InvalidInputError(f"pipeline: got {got!r}, want None, since all pipelines of {name} use the same ids")
+            raise InvalidInputError(f"pipeline: got {got!r}, want None, since the config alone gives the ids of {name}")
         return schemes
     scheme = schemes.get(str(got))
     if scheme is None:

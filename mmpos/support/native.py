@@ -43,7 +43,7 @@ def warn_slow() -> None:
     while frame is not None and frame.f_globals["__name__"].partition(".")[0] == "mmpos":
         level, frame = level + 1, frame.f_back
     warnings.warn(
-        "the C extension of mmpos was not built, so calls take 8 to 240 times as long, with the same results; "
+        "the C extension of mmpos was not built, so calls take 10 to 300 times as long, with the same results; "
         f"install a C compiler, then build the extension: {REINSTALL}",
         RuntimeWarning,
         stacklevel=level,

@@ -252,7 +252,7 @@ def test_without_the_extension_the_first_placed_batch_warns_once(
     [warning] = warned
     assert warning.filename == __file__
     said = str(warning.message)
-    assert said.startswith("the C extension of mmpos was not built, so calls take 8 to 240 times as long")
+    assert said.startswith("the C extension of mmpos was not built, so calls take 10 to 300 times as long")
     assert "multimodal-positions (in a clone: pip install -e .)" in said
     native.warn_slow.cache_clear()
     with pytest.warns(RuntimeWarning) as deeper:

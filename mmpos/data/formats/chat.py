@@ -165,7 +165,7 @@ class Chat(_Conversation):
     ``{"type": "video", "video": [frame, …], "fps": …}`` with references to images as frames; and any part of type
     ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media`` reads. Other parts (files) and
     tool calls are refused, since otherwise a model would be trained as if they were missing, and so are turns with
-    ``weight`` 0 or ``loss`` false, since all assistant turns are trained on.
+    ``weight`` 0 or ``loss`` false and records with ``label`` false, since all assistant turns are trained on.
 
     Media may also stand beside the messages, as in ms-swift, LLaMA-Factory and TRL: in the columns ``images`` (or
     ``image``), ``videos`` and ``audios``. The n-th ``<image>`` in the texts, or the n-th ``{"type": "image"}`` without

@@ -50,9 +50,7 @@ class Metrics:
         self.bytes_out = counter("response_bytes", "Bytes of answers.", "method")
         self.in_flight = gauge("in_flight", "Running calls and items of streams.", "livesum")
         self.streams = gauge("streams", "Open streams.", "livesum")
-        self.lag = gauge(
-            "lag_seconds", "Duration of the server's last call to itself; with workers, the longest.", "livemax"
-        )
+        self.lag = gauge("lag_seconds", "The server's last call to itself; with workers, the longest.", "livemax")
         self.stages = Histogram(
             "mmpos_stage_seconds",
             "Duration of each stage of a call, and of the whole call (total).",

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from mmpos.errors import InvalidInputError
 from mmpos_server.methods import NotFoundError
 
-__all__ = ["HEALTH", "REFLECTION", "Health", "describing"]
+__all__ = ["HEALTH", "REFLECTION", "Health", "describe"]
 
 
 HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -76,14 +76,14 @@ _MOST_BYTES = 1024
 """Maximum size of a query of reflection, whose answer repeats the query."""
 
 
-def describing(services: Iterable[str]) -> Callable[[bytes], list[bytes]]:
+def describe(services: Iterable[str]) -> Callable[[bytes], list[bytes]]:
     """Return the function that answers a query of reflection, of either version, for these services."""
     servicer = reflection.ReflectionServicer(services)
 
-    def describe(raw: bytes) -> list[bytes]:
+    def answer(raw: bytes) -> list[bytes]:
         if len(raw) > _MOST_BYTES:
             raise InvalidInputError(f"request: got {len(raw)} bytes, want <= {_MOST_BYTES}")
         query = reflection_pb2.ServerReflectionRequest.FromString(raw)
-        return [answer.SerializeToString() for answer in servicer.ServerReflectionInfo([query], None)]
+        return [response.SerializeToString() for response in servicer.ServerReflectionInfo([query], None)]
 
-    return describe
+    return answer

@@ -17,7 +17,6 @@ from typing import Any, TextIO
 __all__ = ["Logs", "logging_all"]
 
 _encode = json.JSONEncoder(default=repr).encode
-_MOST_LINES = 10_000  # that wait for a slow file; further ones are dropped and counted
 
 
 class Logs(QueueHandler):
@@ -52,14 +51,17 @@ class Logs(QueueHandler):
         """Write a line at level error, with the traceback of an exception if there is one."""
         self.handle(_record(logging.ERROR, event, values, error))
 
+    def sampled(self) -> bool:
+        """Count an answered call, and return whether it is the one in ``sample`` that is logged."""
+        self._answered += 1
+        return self._sample > 0 and self._answered % self._sample == 1 % self._sample
+
     def call(self, failed: bool, **values: object) -> None:
-        """Write the line of a call that was refused or failed, and of one answered call in ``sample``."""
+        """Write the line of a call that was refused or failed, or that ``sampled`` has selected."""
         if failed:
             self.warning("call", **values)
-        elif self._sample:
-            self._answered += 1
-            if self._answered % self._sample == 1 % self._sample:
-                self.info("call", **values, sampled=self._sample)
+        else:
+            self.info("call", **values, sampled=self._sample)
 
     def seldom(self, event: str, **values: object) -> None:
         """Write a line at level warning with a count, at most once a second per event."""
@@ -96,8 +98,8 @@ class Logs(QueueHandler):
         return f"{_encode(line)}\n"
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Put a formatted record into the queue unless the queue is full; ``handle`` calls this under a lock."""
-        if self._lines.qsize() < _MOST_LINES:
+        """Put a formatted record into the queue, or drop it if too many wait; ``handle`` calls this under a lock."""
+        if self._lines.qsize() < 10_000:
             self._lines.put(record)
         else:
             self.dropped += 1

@@ -17,7 +17,7 @@ from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
 from mmpos_server.access import TlsFiles, not_after
 
-__all__ = ["MethodMetrics", "Metrics", "ProcessMetrics", "aggregate"]
+__all__ = ["MethodMetrics", "Metrics", "aggregate"]
 
 
 _SECONDS = (50e-6, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -28,11 +28,15 @@ class Metrics:
 
     In workers, prometheus_client keeps the values in files for the supervisor, in the folder that the environment
     variable PROMETHEUS_MULTIPROC_DIR names.
+
+    Args:
+        tls: the server's TLS files; None without TLS.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsFiles | None = None) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
+        registry.register(_Program(tls))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"mmpos_{name}", text, labels, registry=registry)
@@ -116,16 +120,18 @@ class MethodMetrics:
                     self._counts[name].inc(number)
 
 
-def aggregate(folder: str, pids: Callable[[], Iterable[int]] = tuple) -> CollectorRegistry:
-    """Return a registry of all workers: their sums in a folder, and the processes' own metrics, labelled by pid.
+def aggregate(folder: str, pids: Callable[[], Iterable[int]] = tuple, tls: TlsFiles | None = None) -> CollectorRegistry:
+    """Return a registry with the sums of all workers, and with the metrics of each process, labelled by pid.
 
     Args:
         folder: folder in which the workers' metrics are.
         pids: thread-safe function that returns the pids of the workers.
+        tls: the server's TLS files; None without TLS.
     """
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=folder)  # type: ignore[no-untyped-call]
     registry.register(_Workers(pids))
+    registry.register(_Program(tls))
     return registry
 
 
@@ -143,18 +149,12 @@ class _Workers(Collector):
         return families.values()
 
 
-class ProcessMetrics(Collector):
-    """Metrics of the process: build, start time, and expiry time of the certificate.
-
-    Args:
-        tls: the server's TLS files; None without TLS.
-    """
-
+class _Program(Collector):
     def __init__(self, tls: TlsFiles | None) -> None:
         self._tls, self._started = tls, time()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, except the certificate's expiry time if the certificate cannot be read."""
+        """Yield versions, start time, and the certificate's expiry time if the certificate can be read."""
         build = {"version": version(), "python": python_version()}
         yield InfoMetricFamily("mmpos_build", "Versions of the server and of Python.", build)
         yield GaugeMetricFamily("mmpos_start_time_seconds", "Start time of the server in unix time.", self._started)

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1 import positions_pb2
-from mmpos_server.health import Health, describing
+from mmpos_server.health import Health, describe
 from mmpos_server.methods import NotFoundError
 
 NAME = positions_pb2.DESCRIPTOR.services_by_name["PositionService"].full_name
@@ -110,10 +110,10 @@ def test_watches_end_when_the_server_stops() -> None:
 
 
 def test_reflection_lists_the_services_and_describes_them() -> None:
-    describe = describing([NAME, "grpc.health.v1.Health"])
+    answer = describe([NAME, "grpc.health.v1.Health"])
 
     def answered(**query: str) -> Any:
-        (raw,) = describe(reflection_pb2.ServerReflectionRequest(**query).SerializeToString())
+        (raw,) = answer(reflection_pb2.ServerReflectionRequest(**query).SerializeToString())
         return reflection_pb2.ServerReflectionResponse.FromString(raw)
 
     listed = answered(list_services="").list_services_response.service
@@ -124,4 +124,4 @@ def test_reflection_lists_the_services_and_describes_them() -> None:
     with pytest.raises(InvalidInputError, match=r"^request: got 1027 bytes, want <= 1024$"):
         answered(file_by_filename="x" * 1024)
     with pytest.raises(DecodeError):
-        describe(b"\xff")
+        answer(b"\xff")

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, values
 from prometheus_client.multiprocess import mark_process_dead
 
 from mmpos_server.access import TlsFiles
-from mmpos_server.metrics import MethodMetrics, Metrics, ProcessMetrics, aggregate
+from mmpos_server.metrics import MethodMetrics, Metrics, aggregate
 
 
 def use(metrics: Metrics, calls: int) -> None:
@@ -96,18 +96,16 @@ def test_the_page_of_several_workers_has_their_sums_the_longest_lag_and_each_pro
     assert counted(registry) == pytest.approx(two)
     cpu = [registry.get_sample_value("process_cpu_seconds_total", {"pid": str(pid)}) for pid in pids]
     assert [value is None for value in cpu] == [False, False, True]  # the last process does not exist
+    assert registry.get_sample_value("mmpos_start_time_seconds") is not None
     mark_process_dead(0, str(tmp_path))  # type: ignore[no-untyped-call]
     assert counted(registry) == pytest.approx({**two, "in_flight": 1, "lag_seconds": 2})
 
 
 def test_documented_metrics_match_the_server_metrics(tmp_path: Path) -> None:
-    metrics = Metrics()
+    metrics = Metrics(TlsFiles(*make_certificate(tmp_path, "server")))
     use(metrics, 1)
     rows = []
-    for family in [
-        *metrics.registry.collect(),
-        *ProcessMetrics(TlsFiles(*make_certificate(tmp_path, "server"))).collect(),
-    ]:
+    for family in metrics.registry.collect():
         name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
         labels = {f"`{label}`" for sample in family.samples for label in sample.labels if label != "le"}
         if not name.startswith("process_"):  # prometheus_client documents these

@@ -7,15 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
-from types import MappingProxyType
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.schemes.base import Scheme
 
-NO_PARAMETERS: Mapping[str, object] = MappingProxyType({})
 
-
-def import_scheme(path: str, parameters: Mapping[str, object] = NO_PARAMETERS) -> Scheme:
+def import_scheme(path: str, parameters: Mapping[str, object] | None = None) -> Scheme:
     """Import a class or an object, and return its scheme; as with ``python -m``, the module may be in this folder.
 
     Raises:
@@ -31,12 +28,13 @@ def import_scheme(path: str, parameters: Mapping[str, object] = NO_PARAMETERS) -
     return build_scheme(scheme, path, parameters)
 
 
-def build_scheme(scheme: object, name: str, parameters: Mapping[str, object] = NO_PARAMETERS) -> Scheme:
+def build_scheme(scheme: object, name: str, parameters: Mapping[str, object] | None = None) -> Scheme:
     """Build a scheme from a class, or from a scheme with these parameters replaced; ``name`` is for messages.
 
     Raises:
         InvalidInputError: it has no such parameter, or is not a Scheme with a name and axes.
     """
+    parameters = parameters or {}
     known = [field.name for field in fields(scheme) if field.init] if is_dataclass(scheme) else []
     for parameter in parameters.keys() - set(known):
         raise InvalidInputError(f"got {parameter!r} of {name!r}, want {' or '.join(known) or 'no parameter'}")

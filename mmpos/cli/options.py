@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from mmpos.errors import InvalidInputError, MmposError
+from mmpos.errors import InvalidInputError
 from mmpos.schemes import NOT_AFFINE, SCHEMES, Scheme, get_scheme
+from mmpos.schemes.imported import build_scheme, import_scheme
 from mmpos.segments.kinds import Audio, Clip, Grid, Segment, Text, Thumbnail, Tile
 from mmpos.support.checks import did_you_mean, integer, naming
 from mmpos.support.program import STDIN, read_input
@@ -105,7 +103,12 @@ def make_scheme(name: str) -> Scheme:
         name = name[:-1].replace("(", ",", 1)
     head, *assignments = (word.strip() for word in name.split(","))
     parameters = dict(map(_parameter, assignments))
-    return _build(_own(head) if ":" in head else _known(head), head, parameters)
+    try:
+        return import_scheme(head, parameters) if ":" in head else build_scheme(_known(head), head, parameters)
+    except InvalidInputError as error:
+        if not str(error).startswith("got "):  # a check of the scheme, whose message names its class
+            raise
+        raise InvalidInputError(f"--scheme: {error}") from error
 
 
 def _known(name: str) -> type[Scheme]:
@@ -117,48 +120,6 @@ def _known(name: str) -> type[Scheme]:
             "or your own package.module:Class"
         )
     return SCHEMES[name]
-
-
-def _own(path: str) -> object:
-    """Import a class or an object from a module; as with ``python -m``, the module may be in the current folder."""
-    module, _, name = path.partition(":")
-    try:
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.insert(0, here)
-        return getattr(import_module(module), name)
-    except (Exception, SystemExit) as error:  # importing a module may raise anything
-        raise _refused(path, error) from error
-
-
-def _build(scheme: object, head: str, parameters: dict[str, object]) -> Scheme:
-    """Build a scheme from a class, or from an object with parameters replaced."""
-    known = _names(scheme)
-    for name in parameters.keys() - set(known):
-        raise InvalidInputError(f"--scheme: got {name!r} of {head!r}, want {' or '.join(known) or 'no parameter'}")
-    try:
-        if isinstance(scheme, Scheme):
-            built: object = replace(scheme, **parameters)  # type: ignore[type-var]  # with parameters it is a dataclass
-        else:
-            built = scheme(**parameters) if callable(scheme) else scheme
-    except MmposError:
-        raise
-    except Exception as error:  # a user's class may raise anything
-        raise _refused(head, error) from error
-    if not isinstance(built, Scheme):
-        raise InvalidInputError(f"--scheme: got {head!r}, which is {type(built).__name__}, want a Scheme")
-    for attribute, kind in (("name", str), ("axes", int)):
-        if not isinstance(getattr(built, attribute, None), kind):
-            raise InvalidInputError(f"--scheme: got {head!r} without {attribute}, want a Scheme with name and axes")
-    return built
-
-
-def _names(scheme: object) -> list[str]:
-    return [field.name for field in fields(scheme) if field.init] if is_dataclass(scheme) else []
-
-
-def _refused(head: str, error: BaseException) -> InvalidInputError:
-    got = f"{type(error).__name__}: {error}"
-    return InvalidInputError(f"--scheme: got {head!r} ({got}), want the package.module:Class of a valid Scheme")
 
 
 def _parameter(assignment: str) -> tuple[str, object]:

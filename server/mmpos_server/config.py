@@ -3,129 +3,117 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from mmpos.errors import InvalidInputError, MmposError, UnsupportedError
 from mmpos.images import ImageProcessor
 from mmpos.integrations.models import ModelSettings, from_hf_config
 from mmpos.rotary import Rotary
-from mmpos.rpc.positions import parameters
 from mmpos.schemes import NOT_AFFINE, RATIONAL_PARAMETERS, SCHEMES, Scheme, get_scheme
+from mmpos.schemes.imported import build_scheme, import_scheme
 from mmpos.sequence.builder import Markers, SequenceBuilder
 from mmpos.sequence.tokenizers import ByteTokenizer
+from mmpos.support.cached import cached_property
+from mmpos.support.checks import integer, naming
 from mmpos.support.extras import needed_for
 
-__all__ = [
-    "ClientLimits",
-    "Concurrency",
-    "Limits",
-    "Profile",
-    "ProfileSettings",
-    "Profiles",
-    "ServerConfig",
-    "load",
-]
+__all__ = ["Limits", "Profile", "Profiles", "ServerConfig", "load"]
 
 
 _MIB = 2**20
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Limits(_Settings):
+@dataclass(frozen=True)
+class Limits:
     """Limits for one request, checked before the work begins; the fields are those of the message Limits."""
 
-    request_bytes: int = Field(default=32 * _MIB, ge=1024, le=2**31 - 1)
-    message_bytes: int = Field(default=4 * _MIB, ge=1024, le=2**31 - 1)
-    response_bytes: int = Field(default=64 * _MIB, ge=1024, le=2**31 - 1)
-    documents: int = Field(default=4096, ge=1)
-    segments: int = Field(default=262_144, ge=1)
-    tokens: int = Field(default=16_777_216, ge=1)
-    images: int = Field(default=4096, ge=1)
-    pixels: int = Field(default=1_000_000_000, ge=1)
+    request_bytes: int = 16 * _MIB
+    message_bytes: int = 4 * _MIB
+    response_bytes: int = 64 * _MIB
+    documents: int = 4096
+    segments: int = 262_144
+    tokens: int = 16_777_216
+    images: int = 4096
+    pixels: int = 1_000_000_000
 
 
-class Concurrency(_Settings):
-    """Limits for concurrent work, including waiting calls; further calls are refused at once, but stream items wait.
+# The bounds of the numbers in a settings file. With the largest request_bytes, callers can make a process hold 2.7 GiB:
+# docs/service-deploy.md, "Memory".
+_BOUNDS = {
+    "request_bytes": (1024, 64 * _MIB),
+    "streams_per_connection": (1, 1024),
+    "overload_ms": (1, 60_000),
+    "log_sample": (0, 2**31 - 1),
+}
 
-    Args:
-        max_in_flight: maximum number of calls of any kind; a quarter of them may decode images.
-        image_threads: number of threads that decode images; 0 starts one per core.
-        max_in_flight_bytes: maximum total bytes of requests and of unread answers.
-        max_streams: maximum number of open streams.
-        max_connections: maximum number of open connections; the server closes further ones immediately.
-    """
-
-    max_in_flight: int = Field(default=256, ge=1, le=65_536)
-    image_threads: int = Field(default=0, ge=0, le=1024)
-    max_in_flight_bytes: int = Field(default=1024 * _MIB, ge=1024)
-    max_streams: int = Field(default=128, ge=1, le=65_536)
-    max_connections: int = Field(default=1000, ge=1, le=2**31 - 1)
-
-
-class ClientLimits(_Settings):
-    """Limits for one client; each process counts separately.
-
-    Args:
-        max_share: largest share of max_in_flight, max_in_flight_bytes and max_streams, but at least one call.
-    """
-
-    max_share: float = Field(default=0.5, gt=0, le=1)
+# The settings of a profile, with their types in TOML; "" in markers stands for None.
+_PROFILE: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "scheme": (str, dict),
+    "tokenizer": (str,),
+    "markers": (dict,),
+    "images": (dict,),
+    "rotary": (dict,),
+}
 
 
-class ProfileSettings(_Settings):
-    """Settings for one model.
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of a server, except its flags; the first profile is the default.
 
     Args:
-        model: folder of a Transformers model, relative to the settings file, from which the other settings are read
-            unless they are given here; values in `images` replace only those of the same name. Without a model, the
-            settings have the defaults below.
-        scheme: name of the scheme, or a table with its name and parameters.
-        tokenizer: "bytes", or the path of a tokenizer.json, relative to the settings file.
-        markers: arguments of Markers; "" stands for None, since TOML has no null.
-        images: arguments of ImageProcessor; the default backend is "pillow".
-        rotary: arguments of Rotary; without them, the profile has no rotation.
-    """
-
-    model: str | None = None
-    scheme: str | dict[str, Any] = "rope-tie"
-    tokenizer: str = "bytes"
-    markers: dict[str, Any] = Field(default_factory=dict)
-    images: dict[str, Any] = Field(default_factory=dict)
-    rotary: dict[str, Any] | None = None
-
-
-class ServerConfig(_Settings):
-    """Settings of a server, except its addresses; the first profile is the default.
-
-    Args:
+        profiles: the table of each profile by name, at least one, as default.toml explains.
+        request_bytes: size of the largest request.
+        streams_per_connection: maximum number of concurrent calls on a connection; a client's further calls wait.
+        overload_ms: the server refuses calls while a call to itself takes longer than this.
+        log_sample: one in this number of answered calls is logged; 0 logs none.
         schemes: classes of schemes of your own, as "module:Class", which clients may then name.
+        path: the settings file, for messages and relative paths; None means the embedded file.
+
+    Raises:
+        InvalidInputError: a number is out of bounds, or a profile has an unknown setting or one of another type.
     """
 
-    limits: Limits = Limits()
-    concurrency: Concurrency = Concurrency()
-    clients: ClientLimits = ClientLimits()
-    schemes: list[str] = Field(default_factory=list)
-    profiles: dict[str, ProfileSettings]
-    _path: Path | None = PrivateAttr(default=None)
+    profiles: Mapping[str, Mapping[str, Any]]
+    request_bytes: int = 16 * _MIB
+    streams_per_connection: int = 16
+    overload_ms: int = 250
+    log_sample: int = 100
+    schemes: Sequence[str] = ()
+    path: Path | None = None
 
-    @field_validator("profiles")
-    @classmethod
-    def _check_profiles(cls, profiles: dict[str, ProfileSettings]) -> dict[str, ProfileSettings]:
-        if not profiles or "" in profiles:
-            raise ValueError("at least one profile, each with a name")
-        return profiles
+    def __post_init__(self) -> None:
+        for name, (least, most) in _BOUNDS.items():
+            integer(name, getattr(self, name), minimum=least, maximum=most)
+        _check_type("schemes", self.schemes, (list, tuple))
+        for i, scheme in enumerate(self.schemes):
+            _check_type(f"schemes[{i}]", scheme, (str,))
+        _check_type("profiles", self.profiles, (dict,))
+        if not self.profiles or "" in self.profiles:
+            raise InvalidInputError("profiles: want at least one, each with a name")
+        for profile, table in self.profiles.items():
+            _check_type(f"profiles.{profile}", table, (dict,))
+            _check_names(_PROFILE, table, f"profiles.{profile}.")
+            for name, value in table.items():
+                _check_type(f"profiles.{profile}.{name}", value, _PROFILE[name])
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Limits for one request."""
+        return Limits(self.request_bytes, min(Limits.message_bytes, self.request_bytes))
+
+    @property
+    def name(self) -> str:
+        """Name of the file in messages."""
+        return "default.toml" if self.path is None else str(self.path)
 
     @classmethod
     def read(cls, text: str, path: Path | None = None) -> Self:
@@ -138,28 +126,26 @@ class ServerConfig(_Settings):
         Raises:
             InvalidInputError: a setting is wrong; the message names the file and the field.
         """
-        try:
-            values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise InvalidInputError(f"{_name(path)}: want valid TOML ({error})") from None
-        if path is not None:
-            values.setdefault("profiles", tomllib.loads(_embedded())["profiles"])
-        try:
-            config = cls.model_validate(values)
-        except ValidationError as error:
-            raise InvalidInputError(f"{_name(path)}: {_first(error)}") from None
-        config._path = path
-        return config
+        with naming("default.toml" if path is None else str(path)):
+            try:
+                values = {"profiles": tomllib.loads(_embedded())["profiles"], **tomllib.loads(text)}
+            except tomllib.TOMLDecodeError as error:
+                raise InvalidInputError(f"want valid TOML ({error})") from None
+            _check_names([*_BOUNDS, "schemes", "profiles"], values)
+            return cls(**values, path=path)
 
-    @property
-    def folder(self) -> Path:
-        """Folder to which paths are relative: the folder of the file, or the working directory."""
-        return Path() if self._path is None else self._path.parent
 
-    @property
-    def name(self) -> str:
-        """Name of the file in messages."""
-        return _name(self._path)
+def _check_names(known: Iterable[str], values: Mapping[str, object], prefix: str = "") -> None:
+    for name in sorted(values.keys() - set(known)):
+        raise InvalidInputError(f"{prefix}{name}: got an unknown setting, want one of {', '.join(known)}")
+
+
+def _check_type(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    if not isinstance(value, kinds):
+        want = {str: "text", dict: "a table", list: 'a list of "module:Class"'}
+        raise InvalidInputError(
+            f"{name}: got {value!r}, want {' or '.join(want[kind] for kind in kinds if kind in want)}"
+        )
 
 
 def load(path: Path | str | None = None) -> ServerConfig:
@@ -182,47 +168,6 @@ def load(path: Path | str | None = None) -> ServerConfig:
 
 def _embedded() -> str:
     return (resources.files("mmpos_server") / "default.toml").read_text(encoding="utf-8")
-
-
-def _name(path: Path | None) -> str:
-    return "default.toml" if path is None else str(path)
-
-
-def _first(error: ValidationError) -> str:
-    """Format the first error as ``field: got X, want Y``."""
-    first = error.errors(include_url=False)[0]
-    kind, got, context = first["type"], first["input"], first.get("ctx", {})
-    # pydantic adds the members of a union to the location, but they do not occur in the file.
-    location = [part for part in first["loc"] if part not in ("str", "int", "dict[str,any]")]
-    field = ".".join(map(str, location))
-    if kind == "extra_forbidden":
-        return f"{field}: got an unknown field, want one of {', '.join(_known(location[:-1]))}"
-    if kind == "missing":
-        return f"{field}: got none, want a value"
-    want = {
-        "greater_than_equal": f">= {context.get('ge')}",
-        "greater_than": f"> {context.get('gt')}",
-        "less_than_equal": f"<= {context.get('le')}",
-        "value_error": str(context.get("error")),
-        "model_type": "a table",
-        "dict_type": "a table",
-    }.get(kind, first["msg"].removeprefix("Input should be ").removeprefix("a valid "))
-    return f"{field}: got {_shown(got)}, want {want}"
-
-
-def _known(location: list[int | str]) -> list[str]:
-    """Return the fields that the table at a location in the file may have."""
-    if not location:
-        return list(ServerConfig.model_fields)
-    if location[0] == "profiles":
-        return list(ProfileSettings.model_fields)
-    table: Any = ServerConfig.model_fields[str(location[0])].annotation
-    return list(table.model_fields)
-
-
-def _shown(value: object) -> str:
-    text = "a table" if isinstance(value, Mapping) and value else repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 T = TypeVar("T")
@@ -289,52 +234,32 @@ def _schemes(config: ServerConfig) -> dict[str, type[Scheme]]:
     schemes = dict(SCHEMES)
     for i, path in enumerate(config.schemes):
         where = f"{config.name}: schemes[{i}]"
-        scheme = _named(where, partial(_imported, path))
+        scheme = _named(where, import_scheme, path)
         if scheme.name in schemes or scheme.name in NOT_AFFINE:
             raise InvalidInputError(f"{where}: got {path!r}, but the name {scheme.name!r} is already taken")
+        if scheme != type(scheme)():
+            raise InvalidInputError(f"{where}: got {path!r}, an object with parameters, want its class")
         schemes[scheme.name] = type(scheme)
     return schemes
 
 
-def _imported(path: str) -> Scheme:
-    """Import the class of a scheme, and return the scheme with its default parameters."""
-    module, _, attribute = path.partition(":")
-    problem = "which is not the class of a Scheme with a name and axes"
-    try:
-        kind = getattr(import_module(module), attribute)
-        scheme = kind() if isinstance(kind, type) else None
-    except (Exception, SystemExit) as error:  # the user's module may raise anything
-        scheme, problem = None, f"{type(error).__name__}: {error}"
-    named = isinstance(getattr(scheme, "name", None), str) and isinstance(getattr(scheme, "axes", None), int)
-    if isinstance(scheme, Scheme) and named:
-        return scheme
-    raise InvalidInputError(f'got {path!r} ({problem}), want "module:Class" of a Scheme that Python can import')
-
-
-def _profile(
-    name: str, settings: ProfileSettings, config: ServerConfig, schemes: Mapping[str, type[Scheme]]
-) -> Profile:
-    where, chosen = f"{config.name}: profiles.{name}", settings.model_fields_set
-    model, file = None, settings.tokenizer
-    if settings.model is not None:
-        folder = config.folder / settings.model
-        model = _named(f"{where}.model", lambda: _model(folder))
-        file = file if "tokenizer" in chosen else f"{settings.model}/tokenizer.json"
-    tokenizer = _named(f"{where}.tokenizer", lambda: _tokenizer(file, config.folder))
-    images = _named(f"{where}.images", lambda: _images(settings.images, model))
-    scheme = _named(
-        f"{where}.scheme",
-        lambda: _scheme(settings.scheme, schemes) if model is None or "scheme" in chosen else model.scheme,
-    )
-    markers = _named(
-        f"{where}.markers",
-        lambda: _markers(settings.markers) if model is None or "markers" in chosen else model.markers,
-    )
-    builder = _named(where, lambda: SequenceBuilder(tokenizer, images=images, scheme=scheme, markers=markers))
-    rotary = None if model is None else model.rotary
-    if settings.rotary is not None:
-        values = settings.rotary
-        rotary = _named(f"{where}.rotary", lambda: Rotary.from_dict(values))
+def _profile(name: str, table: Mapping[str, Any], config: ServerConfig, schemes: Mapping[str, type[Scheme]]) -> Profile:
+    where, folder = f"{config.name}: profiles.{name}", Path() if config.path is None else config.path.parent
+    model, file = None, "bytes"
+    if "model" in table:
+        model, file = _named(f"{where}.model", _model, folder / table["model"]), f"{table['model']}/tokenizer.json"
+    tokenizer = _named(f"{where}.tokenizer", _tokenizer, table.get("tokenizer", file), folder)
+    images = _named(f"{where}.images", _images, table.get("images", {}), model)
+    scheme: object = model.scheme if model else "rope-tie"
+    if "scheme" in table:
+        scheme = _named(f"{where}.scheme", _scheme, table["scheme"], schemes)
+    markers = model.markers if model else Markers()
+    if "markers" in table:
+        markers = _named(f"{where}.markers", _markers, table["markers"])
+    builder = _named(where, partial(SequenceBuilder, tokenizer, images=images, scheme=scheme, markers=markers))
+    rotary = model.rotary if model else None
+    if "rotary" in table:
+        rotary = _named(f"{where}.rotary", Rotary.from_dict, table["rotary"])
     return Profile(name, builder, rotary)
 
 
@@ -348,21 +273,17 @@ def _model(folder: Path) -> ModelSettings:
     return model
 
 
-def _named(name: str, make: Callable[[], T]) -> T:
+def _named(name: str, make: Callable[..., T], *arguments: object) -> T:
     """Call ``make`` and prefix its errors with the name of the setting."""
     try:
-        return make()
+        return make(*arguments)
     except MmposError as error:
         message = str(error).removeprefix("Rotary.from_dict: ").removeprefix(f"{name.rpartition('.')[2]}: ")
-        joint = "." if _begins_with_a_field(message) else ": "
-        raise InvalidInputError(f"{name}{joint}{message}") from error
+        head, _, rest = message.partition(": ")
+        is_field = rest.startswith("got ") and head.replace(".", "").isidentifier()
+        raise InvalidInputError(f"{name}{'.' if is_field else ': '}{message}") from error
     except ImportError as error:
         raise ImportError(f"{name}: {error}", name=error.name) from error
-
-
-def _begins_with_a_field(message: str) -> bool:
-    head, _, rest = message.partition(": ")
-    return rest.startswith(("got ", "scheme ")) and head.replace(".", "").isidentifier()
 
 
 def _tokenizer(setting: str, folder: Path) -> object:
@@ -381,13 +302,13 @@ def _tokenizer(setting: str, folder: Path) -> object:
 
 
 def _markers(settings: Mapping[str, Any]) -> Markers:
-    _check_names(Markers, settings)
+    _check_names([field.name for field in fields(Markers)], settings)
     arguments: dict[str, Any] = {name: None if marker == "" else marker for name, marker in settings.items()}
     return Markers(**arguments)
 
 
 def _images(settings: Mapping[str, Any], model: ModelSettings | None) -> ImageProcessor:
-    _check_names(ImageProcessor, settings)
+    _check_names([field.name for field in fields(ImageProcessor)], settings)
     # Use Pillow by default: the first use of torchvision imports torch, which takes seconds and 600 MiB.
     processor = (ImageProcessor if model is None else model.image_processor)(**{"backend": "pillow", **settings})
     # Import the backend now, not while the first client waits.
@@ -395,28 +316,12 @@ def _images(settings: Mapping[str, Any], model: ModelSettings | None) -> ImagePr
     return processor
 
 
-def _check_names(kind: type, settings: Mapping[str, Any]) -> None:
-    known = [field.name for field in fields(kind)]
-    for name in settings.keys() - set(known):
-        raise InvalidInputError(f"{name}: got an unknown field, want one of {', '.join(known)}")
-
-
 def _scheme(setting: str | Mapping[str, Any], schemes: Mapping[str, type[Scheme]]) -> Scheme:
-    if isinstance(setting, str):
-        setting = {"name": setting}
-    scheme = type(get_scheme(setting.get("name", ""), schemes))
-    arguments = {key: value for key, value in setting.items() if key != "name"}
-    for key in arguments.keys() - set(parameters(scheme)):
-        raise InvalidInputError(f"{key}: scheme {scheme.name!r} has no such parameter")
-    for key in arguments.keys() & RATIONAL_PARAMETERS:
-        if isinstance(arguments[key], str | float):
-            arguments[key] = _rational(key, arguments[key])
-    return scheme(**arguments)
-
-
-def _rational(name: str, value: str | float) -> Fraction:
-    """Parse a number, or a fraction such as "25/2", for which TOML has no type."""
-    try:
-        return Fraction(value)
-    except (ValueError, OverflowError, ZeroDivisionError):
-        raise InvalidInputError(f'{name}: got {value!r}, want a number or a fraction such as "25/2"') from None
+    values = {"name": setting} if isinstance(setting, str) else dict(setting)
+    scheme = type(get_scheme(values.pop("name", ""), schemes))
+    for key in values.keys() & RATIONAL_PARAMETERS:
+        try:  # TOML has no type for a fraction such as "25/2"
+            values[key] = Fraction(values[key])
+        except (TypeError, ValueError, OverflowError, ZeroDivisionError):
+            raise InvalidInputError(f'{key}: got {values[key]!r}, want a number or a fraction such as "25/2"') from None
+    return build_scheme(scheme, scheme.name, values)

@@ -1,40 +1,24 @@
-"""Define the command-line flags and the objects built from them: addresses, settings and metrics page."""
+"""Define the command-line flags, and the addresses and settings that they name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from prometheus_client import CollectorRegistry
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import TlsFiles
 from mmpos_server.config import ServerConfig, load
-from mmpos_server.listening import Listen
-from mmpos_server.page import exposed
-from mmpos_server.telemetry import ProcessMetrics
+from mmpos_server.listening import Listen, split
 
-__all__ = ["Flags", "LogLevel"]
+__all__ = ["Flags"]
 
 
-class LogLevel(StrEnum):
-    """Minimum level at which log lines are written."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-def _flag(text: str, *names: str, default: str | None = None, **settings: Any) -> Any:
+def _flag(text: str, *, metavar: str = "FILE", default: str | bool = True, **settings: Any) -> Any:
     """Return the option for a flag; ``default`` replaces the default value in the help text."""
-    shown = True if default is None else default
-    return typer.Option(*names, help=text, show_default=shown, **settings)
+    return typer.Option(help=text, metavar=metavar, show_default=default, **settings)
 
 
 @dataclass(frozen=True)
@@ -42,71 +26,62 @@ class Flags:
     """Command-line flags, with their help.
 
     Raises:
-        InvalidInputError: a flag is wrong, or requires another flag.
+        InvalidInputError: a flag is wrong, contradicts another flag, or requires one.
     """
 
-    host: Annotated[str, _flag("Address to listen on; 0.0.0.0 for all addresses of this machine.")] = "127.0.0.1"
-    port: Annotated[
-        int | None,
-        _flag("Port to listen on; 0 picks a free one.", min=0, max=65535, default="50051, or no port with --uds"),
+    listen: Annotated[
+        list[str] | None,
+        _flag(
+            "HOST:PORT, where 0.0.0.0 is all addresses of this machine and port 0 a free one; or unix:PATH, a socket "
+            "for this user only. Repeat the flag for one of each.",
+            metavar="ADDRESS",
+            default="127.0.0.1:50051",
+        ),
     ] = None
-    uds: Annotated[
-        Path | None, _flag("Unix socket to listen on, for this user only; never encrypted.", metavar="PATH")
+    config: Annotated[Path | None, _flag("Settings file, TOML.", default="embedded")] = None
+    workers: Annotated[int, _flag("Worker processes that share the port.", metavar="N", min=1, max=1024)] = 1
+    metrics: Annotated[
+        str | None, _flag("HOST:PORT of the HTTP page with /metrics, /livez and /readyz.", metavar="ADDRESS")
     ] = None
-    config: Annotated[Path | None, _flag("Settings file, TOML.", metavar="FILE", default="embedded")] = None
-    workers: Annotated[int, _flag("Worker processes that share the port.", min=1, max=1024)] = 1
-    metrics_host: Annotated[str | None, _flag("Address of the metrics page.", default="same as --host")] = None
-    metrics_port: Annotated[
-        int, _flag("Port of the HTTP page with /metrics, /livez and /readyz; 0 disables it.", min=0, max=65535)
-    ] = 0
-    tls_cert: Annotated[Path | None, _flag("Certificate chain, PEM.", metavar="FILE")] = None
-    tls_key: Annotated[Path | None, _flag("Private key of the certificate, PEM.", metavar="FILE")] = None
-    tls_client_ca: Annotated[
-        Path | None, _flag("CA certificates, PEM; clients must then present a certificate.", metavar="FILE")
-    ] = None
-    token_file: Annotated[
-        Path | None,
-        _flag("File with lines NAME TOKEN, read again when it changes; calls must then carry a token.", metavar="FILE"),
-    ] = None
-    notice_seconds: Annotated[
-        float,
-        _flag("Seconds to serve after SIGTERM while health is NOT_SERVING, so that load balancers notice.", min=0),
-    ] = 0.0
-    drain_seconds: Annotated[float, _flag("Seconds that running calls may take after SIGTERM.", min=0)] = 30.0
-    log_level: Annotated[LogLevel, _flag("Minimum level of the log lines that are written.")] = LogLevel.INFO
-    otel: Annotated[
-        bool, _flag("Export OpenTelemetry spans, configured by the environment variables OTEL_….", "--otel")
+    tls_cert: Annotated[Path | None, _flag("Certificate chain, PEM.")] = None
+    tls_key: Annotated[Path | None, _flag("Private key of the certificate, PEM.")] = None
+    tls_client_ca: Annotated[Path | None, _flag("CA certificates, PEM; clients must then present a certificate.")] = (
+        None
+    )
+    token_file: Annotated[Path | None, _flag("File with lines NAME TOKEN; calls must then carry a token.")] = None
+    rotations: Annotated[
+        bool, typer.Option("--rotations", help="Serve CosSin and Rotate too, and import torch before the start.")
     ] = False
+    check: Annotated[Path | None, _flag("Check this settings file and its profiles, and exit.")] = None
 
     def __post_init__(self) -> None:
-        assert self.listen  # raises an error if flags are wrong
+        if self.workers > 1 and self.address.uds:
+            raise InvalidInputError(f"--workers: got {self.workers} with --listen unix:PATH, which allows one process")
+        if self.metrics is not None:
+            split("--metrics", self.metrics)
+        if self.check and self.config:
+            raise InvalidInputError("--check: got --config too, want one settings file")
 
     @property
-    def listen(self) -> Listen:
+    def address(self) -> Listen:
         """Addresses to listen on, TLS and tokens."""
-        port = 50051 if self.port is None else self.port
-        tcp = self.uds is None or self.port is not None
-        return Listen(self.host, port, self._tls(), tcp=tcp, uds=self.uds, token_file=self.token_file)
+        names = self.listen or ["127.0.0.1:50051"]
+        sockets = [name.removeprefix("unix:") for name in names if name.startswith("unix:")]
+        ports = [split("--listen", name) for name in names if not name.startswith("unix:")]
+        if len(sockets) > 1 or len(ports) > 1 or "" in sockets:
+            raise InvalidInputError(f"--listen: got {' and '.join(names)}, want one HOST:PORT, one unix:PATH, or both")
+        host, port = ports[0] if ports else ("127.0.0.1", 0)
+        uds = Path(sockets[0]) if sockets else None
+        return Listen(host, port, self._tls(), tcp=bool(ports), uds=uds, token_file=self.token_file)
 
     def settings(self) -> ServerConfig:
         """Read the settings from the file."""
         return load(self.config)
 
-    @contextmanager
-    def page(self, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]) -> Iterator[None]:
-        """Serve the page with metrics, liveness and readiness, if the flags enable it."""
-        registry.register(ProcessMetrics(self.listen.tls))
-        if not self.metrics_port:
-            yield
-            return
-        with exposed(registry, live, ready, self.metrics_host or self.host, self.metrics_port):
-            yield
-
     def _tls(self) -> TlsFiles | None:
-        if self.tls_cert is not None and self.tls_key is not None:
+        if self.tls_cert and self.tls_key:
             return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
         for name in ("tls_cert", "tls_key", "tls_client_ca"):
-            value = getattr(self, name)
-            if value is not None:
+            if getattr(self, name):
                 raise InvalidInputError(f"--{name.replace('_', '-')} requires both --tls-cert and --tls-key")
         return None

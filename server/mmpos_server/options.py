@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
 from typing import Any
 
 import typer
 
+from mmpos_server.config import Profiles, load
 from mmpos_server.flags import Flags
-from mmpos_server.launch import leave
-from mmpos_server.launch import serve as serve_in_process
-from mmpos_server.workers import supervise
+from mmpos_server.process import serve as serve_in_process
+from mmpos_server.supervisor import supervise
 
 __all__ = ["app", "serve"]
 
@@ -31,14 +30,13 @@ def serve(**flags: Any) -> None:
     and exits. A second signal ends the server at once.
     """
     options = Flags(**flags)
-    if options.otel:
-        # Report a missing package once instead of once per worker.
-        import_module("mmpos_server.tracing")
-    if options.workers > 1:
-        supervise(options)  # do not exit immediately: multiprocessing removes its folder at the end
-        return
-    serve_in_process(options)
-    leave()
+    if options.check:
+        names = ", ".join(profile.name for profile in Profiles.from_config(load(options.check)))
+        print(f"{options.check}: the settings and the profiles {names} are valid")
+    elif options.workers > 1:
+        supervise(options)
+    else:
+        serve_in_process(options)
 
 
 serve.__signature__ = inspect.signature(Flags, eval_str=True)  # type: ignore[attr-defined]  # read by typer

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import socket
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from time import monotonic, sleep
+from threading import Barrier, Thread
+from time import monotonic
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from mmpos.errors import InvalidInputError
 from mmpos_server.listening import bind
 
 __all__ = ["exposed"]
 
 
-MOST_CONNECTIONS = 64
-"""Maximum number of connections; a new one closes the oldest, so that idle clients cannot block a probe."""
+THREADS, MOST_CONNECTIONS = 8, 64
+"""Threads that answer, and connections beyond which the oldest is closed."""
 
-SECONDS = 5.0
-"""Seconds after which a connection to the page is closed."""
+SECONDS, BUSY_SECONDS = 5.0, 0.5
+"""Seconds after which a connection is closed, also while all threads are busy: idle clients cannot block a probe."""
 
 
 @contextmanager
 def exposed(
     registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool], host: str, port: int
 ) -> Iterator[int]:
-    """Serve the page in a thread while the context is open, and yield the port.
+    """Serve the page in threads while the context is open, and yield the port.
 
     Args:
         registry: the metrics to show.
@@ -44,109 +41,69 @@ def exposed(
     Raises:
         InvalidInputError: the port is in use, or the address is not on this machine.
     """
+    checks, metrics = {"/livez": live, "/readyz": ready}, make_wsgi_app(registry)
+
+    def app(environ: dict[str, Any], start: Callable[..., object]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            return metrics(environ, start)  # type: ignore[no-any-return]
+        status = "404 Not Found" if path not in checks else "200 OK" if checks[path]() else "503 Service Unavailable"
+        start(status, [("Content-Type", "text/plain")])
+        return [f"{status}\n".encode()]
+
+    page = _Page(bind(host, port, flag="--metrics"))
+    page.set_app(app)
+    Thread(target=page.serve_forever, args=(0.1,), name="page", daemon=True).start()
     try:
-        listening = bind(host, port)
-        listening.listen(MOST_CONNECTIONS)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"metrics-{error}".removesuffix(" (0 picks one)")) from None
-    page = _Page(listening, registry, live, ready)
-    thread = threading.Thread(target=page.serve_forever, args=(0.1,), name="mmpos-page", daemon=True)
-    thread.start()
-    try:
-        yield listening.getsockname()[1]
+        yield page.server_port
     finally:
         page.shutdown()
         page.server_close()
 
 
-class _Page(ThreadingHTTPServer):
-    """HTTP server that closes old and excess connections, even if they are busy."""
-
-    daemon_threads, block_on_close = True, False
-
-    def __init__(
-        self, listening: socket.socket, registry: CollectorRegistry, live: Callable[[], bool], ready: Callable[[], bool]
-    ) -> None:
-        super().__init__(listening.getsockname()[:2], _Request, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
-        self.registry, self.live, self.ready = registry, live, ready
-        self._began: dict[socket.socket, float] = {}  # oldest first
-        self._lock = threading.Lock()
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; pause if the process has no free descriptors, an error that the caller ignores."""
-        try:
-            return super().get_request()
-        except OSError:
-            sleep(0.1)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread, and close the oldest connection if there are too many."""
-        with self._lock:
-            self._began[request] = monotonic()
-            for oldest in list(self._began)[:-MOST_CONNECTIONS]:
-                _end(oldest)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        with self._lock:
-            self._began.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """End connections that are too old; the base class calls this several times a second."""
-        with self._lock:
-            for request, began in self._began.items():
-                if monotonic() - began > SECONDS:
-                    _end(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error, unless the client has disconnected."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            logging.getLogger(__name__).error("the page could not answer", exc_info=error)
-
-
-def _end(connection: socket.socket) -> None:
-    """Wake the thread of a connection, so that it closes the connection."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Request(BaseHTTPRequestHandler):
-    server: _Page
-    server_version, sys_version = "mmpos", ""
-
-    def do_GET(self) -> None:
-        """Answer /metrics, /livez and /readyz."""
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, encode(self.server.registry), kind)
-        elif path == "/livez":
-            live = self.server.live()
-            self._answer(200 if live else 503, b"live\n" if live else b"the server has stopped working\n")
-        elif path == "/readyz":
-            ready = self.server.ready()
-            self._answer(200 if ready else 503, b"ready\n" if ready else b"not serving\n")
-        else:
-            self._answer(404, b"not found\n")
-
-    def do_HEAD(self) -> None:
-        """Answer like GET, but without the body."""
-        self.do_GET()
-
+class _Request(WSGIRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Do not log requests."""
 
-    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+
+class _Page(WSGIServer):
+    """HTTP server with a fixed number of threads, which closes slow connections."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        super().__init__(listening.getsockname()[:2], _Request, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.server_name, self.server_port = listening.getsockname()[:2]
+        self.setup_environ()
+        self.server_activate()
+        self._began: dict[socket.socket, float] = {}  # oldest first
+        self._pool, together = ThreadPoolExecutor(THREADS, "page"), Barrier(THREADS + 1)
+        for _ in range(THREADS):
+            self._pool.submit(together.wait)
+        together.wait()  # all threads have started
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread."""
+        self._began[request] = monotonic()
+        self._pool.submit(self._answer, request, client_address)
+
+    def _answer(self, request: socket.socket, client_address: Any) -> None:
+        try:
+            with suppress(OSError):  # the client has disconnected
+                self.finish_request(request, client_address)
+        finally:
+            self._began.pop(request, None)
+            self.shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End old and excess connections; the base class calls this after each connection and ten times a second."""
+        now = monotonic()
+        for i, (request, began) in enumerate(reversed(list(self._began.items()))):
+            if i >= MOST_CONNECTIONS or now - began > (SECONDS if i < THREADS else BUSY_SECONDS):
+                with suppress(OSError):  # its thread has closed it; otherwise, this wakes its thread
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def server_close(self) -> None:
+        """Close the page; its threads end with their connections."""
+        super().server_close()
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,39 +1,55 @@
-"""Keep track of a running request: its deadline, slots and stages, and the long work that it passes to thread pools."""
+"""Keep track of a running request: its client, stages and counts, and the long work that it passes to threads."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from functools import partial
-from time import monotonic, perf_counter, sleep
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from mmpos.errors import ServiceOverloadedError, ServiceTimeoutError
 from mmpos.rpc.beside import Beside
+from mmpos.support.info import cores
+from mmpos_server.arrivals import Arrivals
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
-    from mmpos_server.admission import Admission, Gate, PoolName
     from mmpos_server.methods import Answering
 
-__all__ = ["Call", "GoneError", "Recipient"]
+__all__ = ["Call", "GoneError", "PoolName", "Threads"]
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.1
-"""Seconds between checks of whether the client is still waiting for work in a pool."""
+PoolName = Literal["work", "image", "heavy"]
 
 
 class GoneError(BaseException):
     """The client of a call has disconnected, so no answer is needed; ``except Exception`` does not catch this error."""
 
 
-class Recipient(Protocol):
-    """The part of a transport that knows whether its client is still connected."""
+class Threads:
+    """Threads for long work, which all start at once: two for placements and rotations, one per core for images, and one
+    for images of more than 16 megapixels, so that they bound the memory.
+    """
 
-    def is_active(self) -> bool:
-        """Return whether the client is still waiting for the answer; thread-safe."""
+    def __init__(self) -> None:
+        sizes: dict[PoolName, int] = {"work": 2, "image": cores(), "heavy": 1}
+        self.pools = {name: _started(size, f"mmpos-{name}") for name, size in sizes.items()}
+
+    def close(self) -> None:
+        """Drop the waiting work; running work continues until it ends or reaches its next checkpoint."""
+        for pool in self.pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _started(size: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads have started: the executor starts one for each task while none is idle."""
+    pool = ThreadPoolExecutor(size, thread_name_prefix=name)
+    together = Barrier(size + 1)
+    for _ in range(size):
+        pool.submit(together.wait)
+    together.wait()
+    return pool
 
 
 class _Stage:
@@ -52,55 +68,40 @@ class _Stage:
 
 
 class Call:
-    """One request, or one item of a stream. All methods are thread-safe.
+    """One request, or one item of a stream. Threads may use its stages, counts and checkpoints.
 
     Args:
-        request_id: id of the request in logs and metadata.
         client: name of the client.
-        admission: the server's gates and thread pools.
-        context: the transport's context.
-        deadline: time on the monotonic clock; None means no deadline.
-        item: whether the call is an item of a stream, which waits where other calls are refused.
+        arrivals: bounds for all calls.
+        threads: threads for long work.
+        item: whether the call is an item of a stream.
     """
 
     __slots__ = (
-        "_admission",
+        "_arrivals",
         "_began",
-        "_context",
-        "_deadline",
-        "_slots",
+        "_threads",
         "answer_bytes",
         "beside",
         "client",
         "counts",
-        "held",
+        "gone",
         "item",
+        "request",
         "request_bytes",
-        "request_id",
-        "span",
         "stages",
     )
 
-    def __init__(
-        self,
-        request_id: str,
-        client: str,
-        admission: Admission,
-        context: Recipient,
-        deadline: float | None = None,
-        *,
-        item: bool = False,
-    ) -> None:
-        self.request_id, self.client, self.item = request_id, client, item
+    def __init__(self, client: str, arrivals: Arrivals, threads: Threads, *, item: bool = False) -> None:
+        self.client, self.item = client, item
         self.stages: list[tuple[str, float]] = []
         self.counts: dict[str, int] = {}
-        self.span: Span | None = None  # set by tracing
+        self.request: object = None  # the parsed request, for the log of a failure
         self.beside = Beside()  # the large tensors of the request and the answer
         self.request_bytes = 0  # size of its message
         self.answer_bytes = 0.0  # size of the answer's tensors, as far as known before they exist
-        self.held = 0  # bytes of the request and of its unread answer
-        self._admission, self._context, self._deadline = admission, context, deadline
-        self._slots: list[Gate] = []
+        self.gone = False  # whether the client no longer waits for the answer
+        self._arrivals, self._threads = arrivals, threads
         self._began = perf_counter()
 
     @property
@@ -108,34 +109,13 @@ class Call:
         """Seconds since the call arrived."""
         return perf_counter() - self._began
 
-    @property
-    def trace(self) -> dict[str, str]:
-        """Ids of the call's span, for log lines."""
-        context = None if self.span is None else self.span.get_span_context()
-        if context is None or not context.is_valid:  # invalid when the environment turns spans off
-            return {}
-        return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
-
-    @property
-    def late(self) -> bool:
-        """Whether the deadline has passed."""
-        return self._deadline is not None and monotonic() >= self._deadline
-
-    @property
-    def awaited(self) -> bool:
-        """Whether the client is still waiting for the answer."""
-        return (self._deadline is None or not self.late) and self._context.is_active()
-
     def checkpoint(self) -> None:
         """Raise an error if the client is no longer waiting for the answer.
 
         Raises:
-            ServiceTimeoutError: the deadline has passed.
-            GoneError: the client has disconnected.
+            GoneError: the client has disconnected, or its deadline has passed.
         """
-        if self._deadline is not None and self.late:
-            raise ServiceTimeoutError("the deadline passed before the answer was ready")
-        if not self._context.is_active():
+        if self.gone:
             raise GoneError
 
     def stage(self, name: str) -> _Stage:
@@ -149,139 +129,54 @@ class Call:
                 self.counts[name] = self.counts.get(name, 0) + number
 
     def plain(self, answering: Answering, raw: bytes) -> bytes | None:
-        """Return the answer to a plain request from ``answering``, or None if the request must be parsed.
-
-        Raises:
-            ServiceTimeoutError, GoneError: see ``checkpoint``.
-        """
+        """Return the answer to a plain request from ``answering``, or None if the request must be parsed."""
         began = perf_counter()
         plain = answering(raw)
         if plain is None:
             return None
         answer, documents, tokens, images = plain
         self.stages.append(("place", perf_counter() - began))
-        self.count(documents=documents, tokens=tokens, images=images)
-        self.checkpoint()
+        self.counts = {"documents": documents, "tokens": tokens, "images": images}
         return answer
 
-    def run(self, pool: PoolName, function: Callable[..., T], *arguments: object) -> T:
-        """Run a function in a thread pool.
-
-        Args:
-            pool: name of the pool.
-            function: function to call; a long-running one should call ``checkpoint`` now and then.
-            arguments: arguments of the function.
+    async def run(self, pool: PoolName, function: Callable[..., T], *arguments: object) -> T:
+        """Run a function in a thread; a long-running one should call ``checkpoint`` now and then.
 
         Raises:
-            ServiceOverloadedError: the pool's queue is full; items of a stream wait instead.
-            ServiceTimeoutError, GoneError: see ``checkpoint``.
+            ServiceOverloadedError: too many calls wait for threads; an item of a stream waits.
         """
-        return self.map(pool, partial(function, *arguments), [()])[0]
+        return (await self.map(pool, function, [arguments]))[0]
 
-    def map(self, pool: PoolName, function: Callable[..., T], items: Iterable[tuple[object, ...]]) -> list[T]:
-        """Call a function with each tuple of arguments, in parallel in a thread pool; the first error ends all calls.
+    async def map(self, pool: PoolName, function: Callable[..., T], items: Iterable[tuple[object, ...]]) -> list[T]:
+        """Call a function with each tuple of arguments, in parallel in threads; the first error ends all calls.
 
         Raises:
-            MmposError, GoneError: see ``run``.
+            ServiceOverloadedError: see ``run``.
         """
-        self.checkpoint()
-        self.join(pool)
-        queued = perf_counter()
+        queued, failed = perf_counter(), False
 
         def work(arguments: tuple[object, ...]) -> T:
+            nonlocal failed
             self.stages.append(("queue", perf_counter() - queued))
             self.checkpoint()
-            return function(*arguments)
+            if failed:
+                raise GoneError
+            try:
+                return function(*arguments)
+            except BaseException:
+                failed = True
+                raise
 
-        executor = self._admission.pools[pool].executor
-        tasks: list[Future[T]] = []
-        waiting: set[Future[T]] = set()
+        places = None if self.item else self._arrivals.work
+        if places is not None:
+            places.take(self.client)
+        loop, executor = asyncio.get_running_loop(), self._threads.pools[pool]
+        tasks: list[asyncio.Future[T]] = []
         try:
-            tasks += (executor.submit(work, arguments) for arguments in items)
-            waiting = set(tasks)
-            while waiting:
-                waiting = wait(waiting, _LOOK_SECONDS, FIRST_EXCEPTION).not_done
-                # An error references the frames that it propagated through. These frames must not reference the tasks:
-                # otherwise objects of the work, such as open files, would live until the next garbage collection.
-                list(map(Future.result, filter(_failed, tasks)))
-                if waiting:
-                    self.checkpoint()
-            return list(map(Future.result, tasks))
+            tasks += (loop.run_in_executor(executor, work, arguments) for arguments in items)
+            return list(await asyncio.gather(*tasks))
         finally:
-            waiting.clear()
+            if places is not None:
+                places.leave(self.client)
             while tasks:
                 tasks.pop().cancel()
-
-    def join(self, pool: PoolName) -> None:
-        """Take a slot of a pool once per call. If none is free, a unary call is refused and an item of a stream waits.
-
-        Raises:
-            ServiceOverloadedError: the pool's queue is full.
-            ServiceTimeoutError, GoneError: see ``checkpoint``.
-        """
-        work = self._admission.pools[pool]
-        if work.gate not in self._slots:
-            if self.item:
-                self.wait_for(lambda: work.enter(self.client))
-            else:
-                work.enter(self.client)
-            self._slots.append(work.gate)
-
-    def hold(self, size: int) -> None:
-        """Reserve ``size`` more bytes for the call; an item of a stream waits until they are free.
-
-        Raises:
-            ServiceOverloadedError: too few bytes are free, or the client holds its full share.
-            ServiceTimeoutError, GoneError: see ``checkpoint``.
-        """
-        if self.item:
-            self.wait_for(lambda: self._admission.bytes.enter(self.client, size, self.held))
-        else:
-            self._admission.bytes.enter(self.client, size, self.held)
-        self.held += size
-
-    def of_item(self, number: int) -> Call:
-        """Return the call for one item of this stream."""
-        request_id = f"{self.request_id}.{number}"
-        return Call(request_id, self.client, self._admission, self._context, self._deadline, item=True)
-
-    def admit(self, gate: Gate) -> None:
-        """Take the slot for a unary call.
-
-        Raises:
-            ServiceOverloadedError: no slot is free, or the client holds its full share.
-        """
-        gate.enter(self.client)
-        self._slots.append(gate)
-
-    def release(self) -> None:
-        """Free the slots of the call and drop its tensors; ``free`` frees the bytes that the call holds."""
-        self.beside = Beside()
-        seconds = self.seconds
-        for gate in self._slots:
-            gate.leave(self.client, 1, seconds)
-        self._slots.clear()
-
-    def free(self) -> None:
-        """Free the bytes that the call holds."""
-        held, self.held = self.held, 0
-        if held:
-            self._admission.bytes.leave(self.client, held, self.seconds)
-
-    def wait_for(self, enter: Callable[[], None]) -> None:
-        """Enter a gate as soon as it has a free slot.
-
-        Raises:
-            ServiceTimeoutError, GoneError: see ``checkpoint``.
-        """
-        while True:
-            try:
-                return enter()
-            except ServiceOverloadedError as error:
-                sleep(min(error.retry_after, _LOOK_SECONDS))
-                self.checkpoint()
-
-
-def _failed(task: Future[T]) -> bool:
-    """Return whether a task has ended with an error."""
-    return task.done() and not task.cancelled() and task.exception() is not None

@@ -1,80 +1,44 @@
-"""Answer unary calls, from bytes to bytes: time every stage and turn exceptions into statuses."""
+"""Answer unary calls, from bytes to bytes: identify the client, read, answer, and turn exceptions into statuses."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from mmpos.errors import ServiceUnauthenticatedError
 from mmpos.rpc.errors import get_token
-from mmpos_server.call import Call, GoneError
+from mmpos_server.arrivals import LARGE_BYTES, Arrivals
+from mmpos_server.call import Call, GoneError, Threads
 from mmpos_server.limits import check
-from mmpos_server.methods import Failure, failure, refused_by
-from mmpos_server.telemetry import MethodMetrics
-from mmpos_server.transit import Transport
+from mmpos_server.methods import REQUEST_ID, Failure, failure, refused_by
+from mmpos_server.metrics import MethodMetrics
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from mmpos_server.access import TokenFile
-    from mmpos_server.admission import Admission
-    from mmpos_server.config import ServerConfig
+    from mmpos_server.config import Limits
+    from mmpos_server.logs import Logs
     from mmpos_server.methods import Method
-    from mmpos_server.telemetry import Logs, Metrics
-    from mmpos_server.tracing import Tracing
-    from mmpos_server.transit import Transit
+    from mmpos_server.metrics import Metrics
 
-__all__ = ["REQUEST_ID", "Answer", "Context", "Endpoint", "ServerContext"]
+__all__ = ["Endpoint", "Shared"]
 
-
-REQUEST_ID = "x-request-id"
-"""Metadata key of the request id; a client may set it, and the server returns it."""
 
 _PREFIX = secrets.token_hex(5)
 """Prefix of this process's request ids."""
 
 _VALID_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
-Metadata = tuple[tuple[str, str], ...]
-
 M = TypeVar("M", bound="Message")
-
-
-class Answer(NamedTuple):
-    """Outcome of a call.
-
-    Args:
-        raw: the serialized answer.
-        metadata: trailing metadata of the call.
-        failed: status of a failed call, or None.
-    """
-
-    raw: bytes = b""
-    metadata: Metadata = ()
-    failed: Failure | None = None
-
-
-class Context(Transport, Protocol):
-    """Context of a call: gRPC's, or a test's."""
-
-    def invocation_metadata(self) -> Any:
-        """Return the client's metadata as pairs."""
-
-    def peer(self) -> str:
-        """Return the client's address as gRPC writes it."""
-
-    def auth_context(self) -> Any:
-        """Return the names from the client's certificate."""
-
-    def time_remaining(self) -> float | None:
-        """Return the seconds until the deadline, or None if there is none."""
 
 
 @lru_cache(maxsize=4096)
@@ -88,42 +52,28 @@ def _host_of(peer: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class ServerContext:
+class Shared:
     """State that all methods of a server share.
 
     Args:
-        config: settings of the server.
-        admission: gates and thread pools.
-        transit: the messages in transit.
+        limits: limits of one request.
+        arrivals: bounds for messages, streams and answers.
+        threads: threads for long work.
         metrics: the server's metrics.
         logs: the server's log.
         tokens: the known tokens; None if the server requires no token.
-        tracing: source of OpenTelemetry spans; None disables tracing.
         numbers: counter that numbers requests without an id.
     """
 
-    config: ServerConfig
-    admission: Admission
-    transit: Transit
+    limits: Limits
+    arrivals: Arrivals
+    threads: Threads
     metrics: Metrics
     logs: Logs
     tokens: TokenFile | None = None
-    tracing: Tracing | None = None
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def call(self, context: Context, client: str) -> tuple[Call, Metadata]:
-        """Create the call for a context and return it with its trailing metadata."""
-        remaining = context.time_remaining()
-        deadline = None if remaining is None else monotonic() + remaining
-        request_id: str | None = None
-        for key, value in context.invocation_metadata():
-            if key == REQUEST_ID and _VALID_ID.fullmatch(str(value)):
-                request_id = str(value)
-        if request_id is None:
-            request_id = f"{_PREFIX}-{next(self.numbers)}"
-        return Call(request_id, client, self.admission, context, deadline), ((REQUEST_ID, request_id),)
-
-    def client(self, context: Context, *, open_to_all: bool = False) -> str:
+    def client(self, context: Any, *, open_to_all: bool = False) -> str:
         """Return the caller's name, taken from its token, else its certificate, else its address without the port.
 
         Args:
@@ -134,19 +84,25 @@ class ServerContext:
             ServiceUnauthenticatedError: the server requires a token, and the call has none or an unknown one.
         """
         if self.tokens is not None and not open_to_all:
-            token = get_token(context.invocation_metadata())
+            token = get_token(context.invocation_metadata() or ())
             name = None if token is None else self.tokens.name(token)
             if name is None:
                 self.metrics.unauthenticated.inc()
-                self.logs.seldom("unauthenticated", last_peer=context.peer())
                 raise ServiceUnauthenticatedError('authorization: got no known token, want "Bearer TOKEN"')
             return name
         identity = context.auth_context()
-        for key in ("x509_common_name", "x509_subject_alternative_name"):
+        for key in ("x509_common_name", "x509_subject_alternative_name") if identity else ():
             for value in identity.get(key, ()):
                 if value:
                     return str(value.decode(errors="replace"))
         return _host_of(context.peer())
+
+    def request_id(self, context: Any) -> str:
+        """Return the id that the client has set for a call, or a new one."""
+        for key, value in context.invocation_metadata() or ():
+            if key == REQUEST_ID and _VALID_ID.fullmatch(str(value)):
+                return str(value)
+        return f"{_PREFIX}-{next(self.numbers)}"
 
     def parse(self, kind: type[M], raw: bytes, call: Call, *, bulky: bool) -> M:
         """Parse a request; ``bulky`` requests may have more bytes besides large tensors than limits.message_bytes.
@@ -159,7 +115,7 @@ class ServerContext:
         began = perf_counter()
         marked = call.beside.marked(kind, raw)
         if not bulky:
-            check("message_bytes", len(marked), self.config.limits)
+            check("message_bytes", len(marked), self.limits)
         message = kind.FromString(marked)
         call.stages.append(("decode", perf_counter() - began))
         return message
@@ -174,32 +130,52 @@ class ServerContext:
         began = perf_counter()
         raw = call.beside.serialize(response)
         call.stages.append(("encode", perf_counter() - began))
-        check("response_bytes", len(raw), self.config.limits)
+        check("response_bytes", len(raw), self.limits)
         return raw
 
-    def failed(self, error: Exception, request_id: str, method: str, **trace: str) -> Failure:
+    def failed(self, error: Exception, request_id: str, method: str) -> Failure:
         """Return the status for an error, log internal errors, and count refusals by reason."""
         failed = failure(error, request_id)
         if failed.status == "INTERNAL":
-            self.logs.error("internal error", error, request_id=request_id, method=method, **trace)
+            self.logs.error("internal error", error, request_id=request_id, method=method)
         elif reason := refused_by(error):
             self.metrics.refused.labels(method, reason).inc()
         return failed
 
-    def ended(self, kind: str, call: Call, method: str, status: str, context: Context, **sizes: int) -> None:
-        """Log the end of a request or stream; ``sizes`` contains further numbers to log."""
-        self.logs.info(
-            kind,
-            request_id=call.request_id,
-            peer=context.peer(),
-            client=call.client,
+    def ended(
+        self,
+        method: str,
+        status: str,
+        request_id: str,
+        context: Any,
+        call: Call,
+        error: Exception | None,
+        failed: Failure | None,
+        **sizes: int,
+    ) -> None:
+        """Write the log line of a call or stream."""
+        why: dict[str, object] = {}
+        if error is not None and failed is not None:
+            why = {"reason": refused_by(error) or "", "message": failed.message, **_names(call.request)}
+        self.logs.call(
+            status != "OK",
             method=method,
             status=status,
+            client=call.client,
+            peer=context.peer(),
+            request_id=request_id,
             milliseconds=round(1000 * call.seconds, 3),
             **sizes,
             **call.counts,
-            **call.trace,
+            **why,
         )
+
+
+def _names(request: Any) -> dict[str, str]:
+    """Return the profile and the scheme that a request names, shortened, since they may be wrong."""
+    query = getattr(request, "query", None)
+    names = {"profile": getattr(query, "profile", ""), "scheme": getattr(getattr(query, "scheme", None), "name", "")}
+    return {key: name[:100] for key, name in names.items() if name}
 
 
 class Endpoint:
@@ -207,63 +183,63 @@ class Endpoint:
 
     Args:
         method: method to call.
-        server: state that the methods share.
+        shared: state that the methods share.
     """
 
-    def __init__(self, method: Method, server: ServerContext) -> None:
-        self.method, self._server = method, server
-        self._path = f"{method.service}/{method.name}"
-        self._metrics = MethodMetrics(server.metrics, method.name)
+    def __init__(self, method: Method, shared: Shared) -> None:
+        self.method, self._shared = method, shared
+        self._metrics = MethodMetrics(shared.metrics, method.name)
 
-    def answer(self, requests: Iterator[bytes], context: Context) -> Answer:
-        """Answer one call; its request is not read until the call has a slot.
+    async def answer(self, _: object, context: Any) -> bytes:
+        """Answer one call, whose request grpc does not read before this asks for it.
 
         Raises:
-            GoneError: the client has disconnected.
+            AbortError: the call failed; the status is set.
         """
-        server, method = self._server, self.method
-        try:
-            client = server.client(context)
-        except ServiceUnauthenticatedError as error:
-            return Answer(failed=server.failed(error, "", method.name))
-        call, metadata = server.call(context, client)
-        if server.tracing is not None:
-            server.tracing.begin(call, self._path, context)
-        self._metrics.begin()
+        shared, method = self._shared, self.method
+        call, failed, cause = Call("", shared.arrivals, shared.threads), None, None
         raw = answer = b""
         status = "CANCELLED"
+        placed = False
+        self._metrics.begin()
         try:
-            server.admission.arrive()
-            call.admit(server.admission.calls)
-            raw = server.transit.request(requests, context)
+            call.client = client = shared.client(context)
+            shared.arrivals.check_overload()
+            if method.large:
+                await shared.arrivals.messages.wait(client)
+                placed = True
+            raw = await shared.arrivals.request(context, client, placed=placed)
+            if len(raw) > LARGE_BYTES and not placed:
+                shared.arrivals.messages.take(client)
+                placed = True
             plain = None if method.plain is None else call.plain(method.plain, raw)
-            answer = self._parsed(raw, call) if plain is None else plain
-            server.transit.send(call, context, len(answer) if plain is None else len(raw) + len(answer))
+            answer = await self._parsed(raw, call) if plain is None else plain
+            if len(answer) > LARGE_BYTES:
+                shared.arrivals.send(client, len(answer))
             status = "OK"
-            return Answer(answer, metadata)
+            return answer
         except GoneError:
-            status = "DEADLINE_EXCEEDED" if call.late else "CANCELLED"
-            raise
+            raise asyncio.CancelledError from None
         except Exception as error:
-            failed = server.failed(error, call.request_id, method.name, **call.trace)
+            cause, failed = error, shared.failed(error, shared.request_id(context), method.name)
             status, answer = failed.status, b""
-            return Answer(b"", (*metadata, *failed.metadata), failed)
+            await context.abort(failed.code, failed.message, failed.metadata)
+            raise  # not reached: abort raises an error
         finally:
-            call.release()
-            if status != "OK":
-                call.free()
+            call.gone = True
+            if placed:
+                shared.arrivals.messages.leave(client)
             sizes = {"request_bytes": len(raw), "response_bytes": len(answer)}
-            if server.tracing is not None:
-                server.tracing.end(call, status, **sizes)
             call.stages.append(("total", call.seconds))
             self._metrics.end(status, call.stages, call.counts, **sizes)
-            if server.logs.requests:
-                server.ended("request", call, method.name, status, context, **sizes)
+            if status != "OK" or shared.logs.sampled():
+                request_id = shared.request_id(context) if failed is None else failed.request_id
+                shared.ended(method.name, status, request_id, context, call, cause, failed, **sizes)
 
-    def _parsed(self, raw: bytes, call: Call) -> bytes:
+    async def _parsed(self, raw: bytes, call: Call) -> bytes:
         """Parse a request, call the method, and serialize the answer."""
-        server, method = self._server, self.method
-        call.hold(len(raw))
-        request, response = server.parse(method.request, raw, call, bulky=method.bulky), method.response()
-        method.run(request, response, call)
-        return server.encode(response, call)
+        shared, method = self._shared, self.method
+        request, response = shared.parse(method.request, raw, call, bulky=method.bulky), method.response()
+        call.request = request
+        await method.run(request, response, call)
+        return shared.encode(response, call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +34,7 @@ __all__ = [
     "Failure",
     "Method",
     "NotFoundError",
+    "REQUEST_ID",
     "Plain",
     "Run",
     "Twin",
@@ -46,8 +47,11 @@ __all__ = [
 ]
 
 
-Run = Callable[[Any, Any, "Call"], None]
-"""Function that reads the request and fills the response; an exception determines the status."""
+REQUEST_ID = "x-request-id"
+"""Metadata key of the request id; a client may set it, and the server returns it with a failure."""
+
+Run = Callable[[Any, Any, "Call"], Coroutine[Any, Any, None]]
+"""Coroutine function that reads the request and fills the response; an exception determines the status."""
 
 
 Plain = tuple[bytes, int, int, int]
@@ -93,6 +97,7 @@ class Method:
         twin: the streaming form of the method.
         plain: faster path for plain requests, or None.
         bulky: whether requests consist of texts and images, which limits.message_bytes does not bound.
+        large: whether a call waits for a place for large messages before its request is read.
     """
 
     service: str
@@ -103,13 +108,14 @@ class Method:
     twin: Twin | None = None
     plain: Answering | None = None
     bulky: bool = False
+    large: bool = False
 
 
 def queried(run: Run, field: str) -> Run:
     """Turn a function of a query and a field of the response into a function of the request and the response."""
 
-    def run_request(request: Message, response: Message, call: Call) -> None:
-        run(required("", request, "query"), answering(response, field), call)
+    async def run_request(request: Message, response: Message, call: Call) -> None:
+        await run(required("", request, "query"), answering(response, field), call)
 
     return run_request
 
@@ -135,9 +141,9 @@ def streamed(
 ) -> Twin:
     """Return the streaming form of an mmpos method; each item has an id and its own error."""
 
-    def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
+    async def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
         response.id = request.id
-        run(request, response, call)
+        await run(request, response, call)
 
     def refuse(request: _Item, response: _ItemAnswer, error: MmposError) -> None:
         response.id = request.id
@@ -175,12 +181,14 @@ class Failure:
     Args:
         status: name of the gRPC status.
         message: details of the status.
+        request_id: id of the request.
         metadata: trailing metadata.
     """
 
     status: str
     message: str
-    metadata: tuple[tuple[str, str], ...] = ()
+    request_id: str
+    metadata: tuple[tuple[str, str], ...]
 
     @property
     def code(self) -> grpc.StatusCode:
@@ -203,10 +211,10 @@ def failure(error: Exception, request_id: str) -> Failure:
     status, message = to_status(shown)
     if isinstance(shown, NotFoundError):
         status = "NOT_FOUND"
-    metadata: tuple[tuple[str, str], ...] = ()
+    metadata: tuple[tuple[str, str], ...] = ((REQUEST_ID, request_id),)
     if isinstance(shown, ServiceOverloadedError):
-        metadata = ((RETRY_AFTER, str(max(1, round(1000 * shown.retry_after)))),)
-    return Failure(status, shortened(message), metadata)
+        metadata += ((RETRY_AFTER, str(max(1, round(1000 * shown.retry_after)))),)
+    return Failure(status, shortened(message), request_id, metadata)
 
 
 def refused_by(error: Exception) -> str | None:

@@ -41,11 +41,8 @@ class PositionService:
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
-    def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
-        """Answer Place with the positions of a batch of documents.
-
-        Small work runs in this thread, larger work runs in the pool "place".
-        """
+    async def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
+        """Answer Place with the positions of a batch of documents; larger work runs in a thread."""
 
         def finish(query: PositionsQuery) -> None:
             put(query, *self._solve(query, call))
@@ -58,17 +55,14 @@ class PositionService:
             call.count(documents=positions.num_documents, tokens=positions.num_tokens, images=images)
 
         if not is_small(call):
-            call.run("place", lambda: finish(self._read(message, call)))
-            return
+            return await call.run("work", lambda: finish(self._read(message, call)))
         query = self._read(message, call)
         if max_segments(query) > SMALL_SEGMENTS:
-            call.run("place", finish, query)
-            return
+            return await call.run("work", finish, query)
         positions, images = self._solve(query, call)
         if query.dense is None or dense_bytes(positions, query.dense) <= SMALL_ANSWER:
-            put(query, positions, images)
-        else:
-            call.run("place", put, query, positions, images)
+            return put(query, positions, images)
+        return await call.run("work", put, query, positions, images)
 
     def _read(self, message: pb.PositionsQuery, call: Call) -> PositionsQuery:
         with call.stage("read"):
@@ -94,7 +88,7 @@ class PositionService:
 
 
 def is_small(call: Call) -> bool:
-    """Return whether a call's request is small enough to be read in this thread."""
+    """Return whether a call's request is small enough to be read on the event loop."""
     return call.request_bytes <= SMALL_BYTES
 
 

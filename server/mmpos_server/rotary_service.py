@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
@@ -14,7 +12,7 @@ from mmpos.rotary import Rotary
 from mmpos.rpc.rotary import get_rotary, get_rotary_positions
 from mmpos.rpc.tensors import enum, get_torch, put_tensor, required
 from mmpos.rpc.v1 import rotary_pb2 as pb
-from mmpos.support.extras import pip_install
+from mmpos.support.extras import needed_for
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer
 from mmpos_server.position_service import is_small
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos_server.call import Call
 
-__all__ = ["RotaryService", "device"]
+__all__ = ["RotaryService", "device", "unserved"]
 
 MAX_HEAD_DIM = 1024
 """Largest head_dim, which is limited because frequencies are computed pair by pair in exact arithmetic."""
@@ -46,7 +44,7 @@ _LAYOUTS: dict[int, Layout | None] = {
 
 
 class RotaryService:
-    """Implementation of RotaryService; the first call that needs torch imports it.
+    """Implementation of RotaryService; its module ``device`` imports torch before the first call.
 
     Args:
         profiles: settings for the models.
@@ -56,19 +54,18 @@ class RotaryService:
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
-    def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
+    async def cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
         """Answer CosSin with cos and sin of every token."""
-        call.run("rotary", self._cos_sin, message, answer, call)
+        await call.run("work", self._cos_sin, message, answer, call)
 
-    def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        """Answer Rotate with the rotated q and k; this thread rotates small tensors itself."""
+    async def rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
+        """Answer Rotate with the rotated q and k; large ones are rotated in a thread."""
         if is_small(call):
             self._rotate(message, answer, call)
         else:
-            call.run("rotary", self._rotate, message, answer, call)
+            await call.run("work", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
-        _require_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, tokens = self._positions(required("", message, "positions"), call)
@@ -88,7 +85,6 @@ class RotaryService:
                 put_tensor(answer.cache, result, call.beside)
 
     def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        _require_torch()
         with call.stage("read"):
             rotary = self._rotary(message.rotary)
             positions, _ = self._positions(required("", message, "positions"), call)
@@ -100,7 +96,7 @@ class RotaryService:
         with call.stage("rotate"):
             from mmpos.rotary.apply import rotate_into
 
-            target = _device_of_torch()
+            target = device()
             q, k = q.to(target), None if k is None else k.to(target)
             rotate_into((q, k), q, k, positions, rotary, layout=layout, conjugate=message.conjugate)
         call.checkpoint()
@@ -136,33 +132,24 @@ def _parsed(message: bytes) -> Rotary:
 
 
 @lru_cache(maxsize=1)
-def _has_torch() -> bool:
-    """Return whether torch is installed, without importing it."""
-    return find_spec("torch") is not None
-
-
 def device() -> str:
-    """Return the device for rotations: "cuda", "cpu", or "" without torch.
+    """Import torch and return the device for rotations, "cuda" or "cpu".
 
-    Until a rotation imports torch, the device is "cuda" if the machine has NVIDIA's driver.
+    Raises:
+        ImportError: torch is not installed; the message names the pip command.
     """
-    if not _has_torch():
-        return ""
-    if _device_of_torch.cache_info().currsize:
-        return _device_of_torch()
-    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-
-
-@lru_cache(maxsize=1)
-def _device_of_torch() -> str:
-    import torch
+    with needed_for("--rotations", extra="all"):
+        import torch
 
     import mmpos.rotary.apply  # noqa: F401  (with the kernels)
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _require_torch() -> None:
-    """Raise an error if torch is not installed."""
-    if not _has_torch():
-        raise UnsupportedError(f"rotary: torch is not installed on this server; install it with: {pip_install('all')}")
+async def unserved(_: object, __: object, ___: object) -> None:
+    """Refuse a rotation on a server without rotations.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError("rotary: this server serves no rotations; start it with --rotations")

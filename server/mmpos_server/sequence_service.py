@@ -24,8 +24,7 @@ from mmpos_server.plain import SMALL_ANSWER
 from mmpos_server.position_service import is_small
 
 if TYPE_CHECKING:
-    from mmpos_server.admission import PoolName
-    from mmpos_server.call import Call
+    from mmpos_server.call import Call, PoolName
 
 __all__ = ["SequenceService"]
 
@@ -62,14 +61,8 @@ class SequenceService:
     def __init__(self, profiles: Profiles, limits: Limits) -> None:
         self._profiles, self._limits = profiles, limits
 
-    def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
-        """Answer Build with the sequences of a batch of documents; image threads decode images in parallel.
-
-        The rest of the work runs in this thread if it is small, else in the pool "place".
-        """
-        # An item of a stream waits for its slot, then joins the pools in the same order as all other calls.
-        if message.patches and not call.item and _begins_with_an_image(message):
-            call.join("image")
+    async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
+        """Answer Build with the sequences of a batch of documents; threads decode images in parallel and do long work."""
         builder = self._builder(message)
 
         def finish() -> None:
@@ -80,20 +73,18 @@ class SequenceService:
         if is_small(call):
             documents = self._read(message, builder, call)
         else:
-            documents = call.run("place", self._read, message, builder, call)
+            documents = await call.run("work", self._read, message, builder, call)
         decoded: dict[PoolName, list[_Document]] = {"image": [], "heavy": []}
         for document in documents:
             if document.pool:
                 decoded[document.pool].append(document)
         pools = [pool for pool, pending in decoded.items() if pending]
         for pool in pools:
-            call.join(pool)  # this comes first, so that a call is refused before any work
-        for pool in pools:
-            call.map(pool, self._build, [(builder, [document], call) for document in decoded[pool]])
+            await call.map(pool, self._build, [(builder, [document], call) for document in decoded[pool]])
         if is_small(call) and (pools or call.answer_bytes <= SMALL_ANSWER):
             finish()
         else:
-            call.run("place", finish)
+            await call.run("work", finish)
 
     def _builder(self, message: pb.SequencesQuery) -> SequenceBuilder:
         """Return the builder of the query's profile, with the query's scheme and start if it has them."""
@@ -168,12 +159,6 @@ class _CheckedParts(list[Any]):
         for part in super().__iter__():
             self._call.checkpoint()
             yield part
-
-
-def _begins_with_an_image(message: pb.SequencesQuery) -> bool:
-    """Return whether one of the first parts is an image, so that an overloaded pool can refuse the call unread."""
-    parts = message.documents[0].parts[:16] if message.documents else []
-    return any(part.WhichOneof("content") in ("image", "pixels") for part in parts)
 
 
 def _images(document: pb.Document) -> int:

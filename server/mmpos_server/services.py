@@ -15,7 +15,7 @@ from mmpos_server.limits import MAX_VIEWS
 from mmpos_server.methods import Method, Run, queried, streamed
 from mmpos_server.plain import PlainQueries
 from mmpos_server.position_service import PositionService
-from mmpos_server.rotary_service import RotaryService, device
+from mmpos_server.rotary_service import RotaryService, device, unserved
 from mmpos_server.sequence_service import SequenceService
 
 if TYPE_CHECKING:
@@ -26,16 +26,17 @@ __all__ = ["methods", "place_method"]
 PACKAGE = "mmpos.rpc.v1"
 
 
-def methods(profiles: Profiles, limits: Limits) -> list[Method]:
-    """Return all methods of a server with these profiles and limits."""
+def methods(profiles: Profiles, limits: Limits, *, rotations: bool = False) -> list[Method]:
+    """Return all methods of a server with these profiles and limits; ``rotations`` imports torch."""
     positions, sequences = PositionService(profiles, limits), SequenceService(profiles, limits)
     rotary = RotaryService(profiles, limits)
+    on = device() if rotations else ""
 
-    def get_info(message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
-        answer.version, answer.device = version(), device()
+    async def get_info(message: info_pb2.GetInfoRequest, answer: info_pb2.GetInfoResponse, call: Call) -> None:
+        answer.version, answer.device = version(), on
         for scheme in profiles.schemes.values():
             _put_scheme(answer.schemes.add(), scheme)
-        for name, value in limits.model_dump().items():
+        for name, value in vars(limits).items():
             setattr(answer.limits, name, value)
         answer.limits.views = MAX_VIEWS
         for profile in profiles:
@@ -44,8 +45,8 @@ def methods(profiles: Profiles, limits: Limits) -> list[Method]:
     return [
         place_method(positions.place, PlainQueries(profiles, limits)),
         _method("Sequence", "Build", sequences_pb2, queried(sequences.build, "sequences"), stream=True),
-        _method("Rotary", "CosSin", rotary_pb2, rotary.cos_sin),
-        _method("Rotary", "Rotate", rotary_pb2, rotary.rotate),
+        _method("Rotary", "CosSin", rotary_pb2, rotary.cos_sin if rotations else unserved),
+        _method("Rotary", "Rotate", rotary_pb2, rotary.rotate if rotations else unserved),
         _method("Info", "GetInfo", info_pb2, get_info),
     ]
 
@@ -63,10 +64,10 @@ def _method(service: str, name: str, messages: Any, run: Run, *, stream: bool = 
     twin = None
     if stream:
         request, response = (getattr(messages, f"Stream{name}{kind}") for kind in ("Request", "Response"))
-        # Items do not run in parallel: placing one takes no longer than handing it to another thread.
+        # Items of Place do not run in parallel: placing one takes no longer than handing it to a thread.
         twin = streamed(f"Stream{name}", request, response, run, side_by_side=name == "Build")
     request, response = (getattr(messages, f"{name}{kind}") for kind in ("Request", "Response"))
-    return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin, bulky=name == "Build")
+    return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin, bulky=name == "Build", large=name in ("Build", "Rotate"))
 
 
 def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import threading
@@ -12,15 +13,15 @@ from typing import Any
 
 import grpc
 from http2 import Connection
-from waiting import eventually
 
 from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server.app import Server
 from mmpos_server.call import Call
-from mmpos_server.config import ServerConfig, load
+from mmpos_server.config import load
+from mmpos_server.logs import Logs
 from mmpos_server.services import place_method
-from mmpos_server.telemetry import Logs
+from mmpos_server.testing import started
 
 SERVICE = "/mmpos.rpc.v1.PositionService"
 PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
@@ -38,40 +39,49 @@ class Fake:
         self.names: list[str] = []
         self.over = 0
 
-    def run(self, query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
+    async def run(self, query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
         """Run the action named by the first word of the profile."""
         name, _, rest = query.profile.partition(" ")
         self.names.append(query.profile)
         try:
-            getattr(self, name or "nothing")(rest, answer, call)
+            await getattr(self, name or "nothing")(rest, answer, call)
         finally:
             self.over += 1
 
-    def echo(self, rest: str, answer: pb.Positions, call: Call) -> None:
+    async def echo(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Answer with a number."""
         answer.cu_seqlens.append(int(rest or 0))
         call.count(documents=1, tokens=2, images=3)
 
-    def nothing(self, rest: str, answer: pb.Positions, call: Call) -> None:
+    async def nothing(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Answer without setting any field."""
 
-    def large(self, rest: str, answer: pb.Positions, call: Call) -> None:
+    async def large(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Answer with two megabytes."""
         answer.cu_seqlens.extend([2**30] * (LARGE // 5 + 1))
 
-    def last(self, rest: str, answer: pb.Positions, call: Call) -> None:
+    async def last(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Answer after ``rest`` other calls have ended."""
-        assert eventually(lambda: self.over >= int(rest))
+        while self.over < int(rest):
+            await asyncio.sleep(0.01)
         answer.cu_seqlens.append(int(rest))
 
-    def fail(self, rest: str, answer: pb.Positions, call: Call) -> None:
+    async def fail(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Raise an error."""
         raise {"limit": LimitExceededError, "unsupported": UnsupportedError, "bug": KeyError}[rest]("why " + "é" * 3000)
 
-    def wait(self, rest: str, answer: pb.Positions, call: Call) -> None:
-        """Answer once the test sets ``go``, waiting in this thread or in a thread of a pool."""
+    async def wait(self, rest: str, answer: pb.Positions, call: Call) -> None:
+        """Answer once the test sets ``go``, waiting on the event loop or in a thread of a pool."""
         pool: Any = rest
-        call.run(pool, self._wait, call) if pool else self._wait(call)
+        if pool:
+            await call.run(pool, self._wait, call)
+        else:
+            self.begun.set()
+            try:
+                while not self.go.is_set():
+                    await asyncio.sleep(0.01)
+            finally:
+                self.stopped.set()
         answer.cu_seqlens.append(1)
 
     def _wait(self, call: Call) -> None:
@@ -104,11 +114,10 @@ class Serving:
         return self.channel.stream_stream(STREAM, *kinds)
 
     def taken(self) -> dict[str, int]:
-        """Return the amount of resources that calls hold, by limit."""
-        admission = self.server._admission
-        gates = [admission.calls, admission.streams, admission.bytes, admission.watches, admission.checks]
-        gates += [pool.gate for pool in admission.pools.values()]
-        return {gate.name: gate.taken for gate in gates if gate.taken}
+        """Return the places that calls hold, by their name."""
+        arrivals = self.server.arrivals
+        kinds = [arrivals.messages, arrivals.work, arrivals.streams, arrivals.watches, arrivals.unread]
+        return {kind.name: kind.taken for kind in kinds if kind.taken}
 
     def metric(self, name: str, **labels: str) -> float | None:
         """Return the value of a server metric."""
@@ -123,14 +132,14 @@ class Serving:
 class KeptLogs(Logs):
     """A log in memory that can be read once."""
 
-    def __init__(self, level: str = "info") -> None:
-        self._kept = io.StringIO()
-        super().__init__(level, file=self._kept)
+    def __init__(self, sample: int = 1) -> None:
+        self._kept = io.BytesIO()
+        super().__init__(io.TextIOWrapper(self._kept, write_through=True), sample=sample)
 
     def lines(self) -> list[dict[str, Any]]:
         """Close the log and return all of its records."""
         self.close(60.0)
-        return [json.loads(line) for line in self._kept.getvalue().splitlines()]
+        return [json.loads(line) for line in self._kept.getvalue().decode().splitlines()]
 
 
 Serve = Callable[..., Serving]
@@ -138,7 +147,7 @@ Serve = Callable[..., Serving]
 
 @contextmanager
 def serving(
-    *, side_by_side: bool = False, grace: float | None = 5.0, options: dict[str, Any] | None = None, **tables: Any
+    *, side_by_side: bool = False, grace: float = 5.0, options: dict[str, Any] | None = None, **settings: Any
 ) -> Iterator[Serving]:
     """Serve while the context is open.
 
@@ -146,22 +155,20 @@ def serving(
         side_by_side: whether the items of a stream run concurrently.
         grace: seconds that calls in progress may still take when the server stops.
         options: further arguments for the server.
-        tables: tables that replace those in the server's default settings.
+        settings: settings that replace the server's default ones.
     """
     fake = Fake()
     method = place_method(fake.run)
     assert method.twin is not None
     method = replace(method, twin=replace(method.twin, side_by_side=side_by_side))
-    config = ServerConfig.model_validate({**load().model_dump(), **tables})
-    server = Server(config, **{"methods": lambda *_: [method], **(options or {})})
-    address, *_ = server.start()
+    config = load().model_copy(update=settings)
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.enable_retries", 0)]
-    try:
-        with grpc.insecure_channel(address, options=unlimited) as channel:
-            yield Serving(server, address, channel, fake)
-    finally:
-        fake.go.set()
-        server.stop(grace)
+    with started(config, grace=grace, **{"methods": [method], **(options or {})}) as (server, address):
+        try:
+            with grpc.insecure_channel(address, options=unlimited) as channel:
+                yield Serving(server, address, channel, fake)
+        finally:
+            fake.go.set()
 
 
 def query(name: str) -> bytes:

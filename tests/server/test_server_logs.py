@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import json
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,14 @@ from waiting import eventually
 
 import mmpos
 from mmpos.client import Client
+from mmpos_server import logs as logs_module
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen, warn
-from mmpos_server.telemetry import Logs, logging_all
+from mmpos_server.logs import Logs, logging_all
 
 WRITER = """
-import asyncio, gc, logging, os, sys, threading, warnings
-from mmpos_server.telemetry import logging_all
+import asyncio, gc, logging, threading, warnings
+from mmpos_server.logs import logging_all
 
 class Broken:
     def __del__(self):
@@ -34,13 +39,13 @@ async def forgotten():
     asyncio.get_running_loop().create_task(asyncio.sleep(0)).add_done_callback(lambda _: 1 / 0)
     await asyncio.sleep(0.01)
 
-with logging_all("info") as logs:
-    logs.info("ours", number=1)
-    logging.getLogger("library").warning("two\\nlines")
+with logging_all() as logs:
+    logs.info("ours", number=1, odd=b"\\xff")
+    logging.getLogger("library").warning("two\\nlines of %s", "text")
     try:
         1 / 0
     except ZeroDivisionError:
-        logging.getLogger("grpc._common").exception("Invalid encoding on %s", b"secret")
+        logging.getLogger("grpc._cython.cygrpc").exception("Invalid encoding on %s", b"secret")
     warnings.warn("deprecated", stacklevel=1)
     thread = threading.Thread(target=lambda: 1 / 0, name="broken")
     thread.start()
@@ -48,30 +53,13 @@ with logging_all("info") as logs:
     Broken()
     gc.collect()
     asyncio.run(forgotten())
-    os.write(2, b"I1122 18:13:19.982883   32430 ssl.cc:2563] Handshake failed\\n")
-    os.write(2, b"E1122 18:13:19.98 1 a.cc:1] bad\\n" * 3)
-    os.write(2, b"half a ")
-    print("line \\N{SNOWMAN} of somebody", file=sys.stderr)
-    os.write(2, b"\\xff without an end")
-print("after", file=sys.stderr)
 """
 
 
 def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     completed = subprocess.run([sys.executable, "-c", WRITER], capture_output=True, timeout=60, check=True)
-    *lines, last = completed.stderr.decode(errors="replace").splitlines()
-    assert last == "after"
-    records = [json.loads(line) for line in lines]
-    # A thread logs the lines that bypass Python, perhaps between other lines.
-    stray = [line for line in records if line.get("logger") in ("grpc", "stderr")]
-    assert [(line["level"], line["event"], line["logger"]) for line in stray] == [
-        ("info", "Handshake failed", "grpc"),
-        ("error", "bad", "grpc"),
-        ("warning", "half a line \N{SNOWMAN} of somebody", "stderr"),
-        ("warning", "\\xff without an end", "stderr"),
-    ]
-    own = [line for line in records if line not in stray]
-    assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in own] == [
+    lines = [json.loads(line) for line in completed.stderr.splitlines()]
+    assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in lines] == [
         ("info", None, "ours"),
         ("warning", "library", "two"),
         ("warning", None, "metadata is not UTF-8"),
@@ -80,35 +68,115 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
         ("error", None, "exception ignored"),
         ("error", "asyncio", "Exception in callback "),
     ]
+    assert lines[0].keys() == {"timestamp", "level", "event", "number", "odd"}
+    assert (lines[0]["number"], lines[0]["odd"], lines[1]["event"]) == (1, "b'\\xff'", "two\nlines of text")
     errors = ["ZeroDivisionError", "ValueError", "ZeroDivisionError"]
-    assert [line["exception"].splitlines()[-1].partition(":")[0] for line in own[4:]] == errors
+    assert [line["exception"].splitlines()[-1].partition(":")[0] for line in lines[4:]] == errors
+    assert b"secret" not in completed.stderr
 
 
-def test_a_connection_without_tls_is_logged(start: Start, tmp_path: Path) -> None:
-    cert, key = make_certificate(tmp_path, "server")
-    server = start("--tls-cert", str(cert), "--tls-key", str(key))
-    with Client(server.address) as client:
-        assert not client.healthy()
-    wrong = ("info", "grpc")
-    assert eventually(lambda: any("WRONG_VERSION_NUMBER" in line["event"] for line in server.lines()))
-    assert {(line["level"], line["logger"]) for line in server.lines()} == {wrong}
-    server.process.terminate()
-    assert server.end()[0] == 0
+def written(use: Callable[[Logs], None], **options: Any) -> list[dict[str, Any]]:
+    """Return the lines that a function writes, without their times."""
+    kept = io.BytesIO()
+    logs = Logs(io.TextIOWrapper(kept), **options)
+    use(logs)
+    logs.close(60.0)
+    logs.info("too late")
+    lines = [json.loads(line) for line in kept.getvalue().splitlines()]
+    assert all(datetime.fromisoformat(line.pop("timestamp")).tzinfo for line in lines)
+    return lines
+
+
+def test_failed_calls_are_logged_and_answered_ones_sampled() -> None:
+    def use(logs: Logs) -> None:
+        for number in range(7):
+            if number == 1 or logs.sampled():
+                logs.call(failed=number == 1, method="Place", number=number)
+
+    failed = {"level": "warning", "event": "call", "method": "Place", "number": 1}
+    sampled = {"level": "info", "event": "call", "method": "Place"}
+    assert written(use, sample=0) == [failed]
+    assert written(use, sample=3) == [
+        {**sampled, "number": 0, "sampled": 3},
+        failed,
+        {**sampled, "number": 4, "sampled": 3},
+    ]
+    assert [line["number"] for line in written(use, sample=1)] == list(range(7))
+
+
+def test_a_repeated_event_is_written_at_most_once_a_second_with_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(logs_module, "monotonic", lambda: now[0])
+
+    def use(logs: Logs) -> None:
+        for now[0] in (10.0, 10.1, 10.9, 11.0, 11.5, 20.0):
+            logs.seldom("wrong", at=now[0])
+        monkeypatch.undo()
+
+    lines = [(line["event"], line["times"], line["at"]) for line in written(use)]
+    assert lines == [("wrong", 1, 10.0), ("wrong", 3, 11.0), ("wrong", 2, 20.0)]
 
 
 def test_lines_that_cannot_be_written_are_counted_and_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full, (tmp_path / "log").open("w") as file:
-        logs = Logs("info", file=full)
+        logs = Logs(full)
         for _ in range(3):
             logs.info("lost")
-        assert eventually(lambda: logs.dropped == 3)
+        assert eventually(lambda: logs.lost == 3)
         os.dup2(file.fileno(), full.fileno())  # accepts lines again
-        assert eventually(lambda: (tmp_path / "log").stat().st_size > 0)
         logs.info("kept")
-        logs.close()
-    dropped, kept = map(json.loads, (tmp_path / "log").read_text().splitlines())
-    assert (dropped["event"], dropped["level"], dropped["lines"]) == ("log lines dropped", "warning", 3)
-    assert kept["event"] == "kept"
+        logs.info("also")
+        logs.close(60.0)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["log lines dropped", "kept", "also"]
+    assert (lines[0]["level"], lines[0]["lines"]) == ("warning", 3)
+
+
+def test_a_line_after_one_of_which_the_disk_took_a_part_is_on_a_line_of_its_own() -> None:
+    kept = io.BytesIO()
+
+    class Small(io.RawIOBase):
+        left = 70
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            if not self.left:
+                raise OSError(errno.ENOSPC, "full")
+            size = kept.write(bytes(data)[: self.left])
+            self.left -= size
+            return size
+
+    small = Small()
+    logs = Logs(io.TextIOWrapper(io.BufferedWriter(small)))
+    for _ in range(2):
+        logs.info("torn", text="x" * 100)
+    assert eventually(lambda: logs.lost == 2)
+    small.left = 10_000
+    logs.info("whole")
+    logs.close(60.0)
+    torn, *lines = kept.getvalue().splitlines()
+    assert len(torn) == 70
+    assert [(line["event"], line.get("lines")) for line in map(json.loads, lines)] == [
+        ("log lines dropped", 2),
+        ("whole", None),
+    ]
+
+
+def test_a_log_that_nobody_reads_keeps_nobody_waiting() -> None:
+    reading, writing = os.pipe()
+    with open(reading, "rb") as pipe, open(writing, "w") as file:
+        logs = Logs(file)
+        for number in range(10_500):
+            logs.info("line", number=number, text="x" * 1000)
+        logs.close(0.1)
+        dropped = logs.dropped
+        assert 0 < dropped <= 500
+        lines = [json.loads(pipe.readline()) for _ in range(10_501 - dropped)]
+    (report,) = [line for line in lines if line["event"] == "log lines dropped"]
+    assert report["lines"] == dropped
+    assert [line["number"] for line in lines if line != report] == list(range(10_500 - dropped))
 
 
 @pytest.mark.parametrize("flags", [[], ["--workers", "2"]])
@@ -130,7 +198,7 @@ def test_a_log_that_nobody_reads_blocks_neither_calls_nor_the_exit(torchless: di
 
 
 def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
-    logs = Logs("info")
+    logs = Logs()
     warn(listen, logs)
     logs.close()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
@@ -177,7 +245,7 @@ def test_a_server_with_workers_warns_once(start: Start, tmp_path: Path) -> None:
 
 
 def test_logging_is_restored_after_the_server_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    with logging_all("info"):
+    with logging_all():
         pass
     logging.getLogger("library").warning("later")
     assert capsys.readouterr().err == "later\n"

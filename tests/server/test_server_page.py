@@ -8,10 +8,8 @@ import socket
 import threading
 import time
 from contextlib import AbstractContextManager, ExitStack, closing
-from pathlib import Path
 
 import pytest
-from certificates import make_certificate
 from prometheus_client import CollectorRegistry
 from server_program import Start
 from waiting import eventually, free_port
@@ -19,9 +17,7 @@ from waiting import eventually, free_port
 from mmpos.errors import InvalidInputError
 from mmpos.support.info import version
 from mmpos_server import page
-from mmpos_server.access import TlsFiles
 from mmpos_server.page import exposed
-from mmpos_server.telemetry import MethodMetrics, Metrics, ProcessMetrics
 
 
 def answer(port: int, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
@@ -48,24 +44,6 @@ def test_known_paths_are_answered_and_all_others_are_not_found() -> None:
         assert answer(port, "/livez", "HEAD") == (200, "")
         assert [status(port, path) for path in ("/", "/metric", "/livez/", "/readyz?verbose")] == [404, 404, 404, 200]
         assert answer(port, "/metrics", "POST")[0] == 501
-
-
-def test_documented_metrics_match_the_server_metrics(tmp_path: Path) -> None:
-    metrics = Metrics()
-    method = MethodMetrics(metrics, "Place")
-    method.begin()
-    method.end("OK", [("total", 0.1)], {}, request_bytes=1, response_bytes=1)
-    metrics.refused.labels("Place", "calls")
-    rows = []
-    for family in [
-        *metrics.registry.collect(),
-        *ProcessMetrics(TlsFiles(*make_certificate(tmp_path, "server"))).collect(),
-    ]:
-        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-        labels = {f"`{label}`" for sample in family.samples for label in sample.labels if label != "le"}
-        rows.append(f"| `{name}` | {family.type} | {', '.join(sorted(labels))} | {family.documentation} |")
-    page = (Path(__file__).parents[2] / "docs/service-metrics.md").read_text()
-    assert re.findall(r"^\| `.*$", page, re.MULTILINE) == rows
 
 
 def test_a_server_that_has_stopped_working_is_not_live() -> None:

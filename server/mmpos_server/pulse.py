@@ -1,0 +1,63 @@
+"""Call the own server once a second: the time is the lag that every client sees, and failures end the process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+__all__ = ["Pulse"]
+
+_PERIOD_SECONDS, _TIMEOUT_SECONDS, _MOST_FAILURES = 1.0, 10.0, 3
+"""Seconds between calls, seconds until a call has failed, and failures in a row after which the server has failed."""
+
+_CHECK = "/grpc.health.v1.Health/Check"
+
+
+class Pulse:
+    """Thread that calls the server's health through a unix socket of its own.
+
+    A call to the port may reach another worker, and would need a client's certificate where the port requires one.
+
+    Args:
+        beat: function that receives the seconds of each call, also of one that is still running; called in the thread.
+        failed: function that receives the reason when several calls in a row have failed; called in the thread.
+    """
+
+    def __init__(self, beat: Callable[[float], None], failed: Callable[[str], None]) -> None:
+        self._beat, self._failed = beat, failed
+        self._folder = tempfile.TemporaryDirectory(prefix="mmpos-pulse-")
+        self.address = f"unix:{Path(self._folder.name) / 'pulse'}"
+        self._ended = Event()
+        self._thread = Thread(target=self._run, name="mmpos-pulse", daemon=True)
+
+    def start(self) -> None:
+        """Begin to call the server, which must listen on ``address``."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the calls."""
+        self._ended.set()
+        self._folder.cleanup()
+
+    def _run(self) -> None:
+        failures = 0
+        request = health_pb2.HealthCheckRequest().SerializeToString()
+        with grpc.insecure_channel(self.address) as channel:
+            check = channel.unary_unary(_CHECK)
+            while not self._ended.wait(_PERIOD_SECONDS):
+                began = monotonic()
+                try:
+                    check(request, timeout=_TIMEOUT_SECONDS)
+                except grpc.RpcError as error:
+                    failures += 1
+                    if failures == _MOST_FAILURES and not self._ended.is_set():
+                        self._failed(f"{failures} calls to itself failed, the last with {error.code().name}")
+                else:
+                    failures = 0
+                self._beat(monotonic() - began)

@@ -1,0 +1,407 @@
+"""Test places, arriving messages, unread answers and the threads of calls, all without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from grpc import aio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError
+from mmpos_server import arrivals as module
+from mmpos_server.arrivals import Arrivals, Places
+from mmpos_server.call import Call, GoneError, Threads
+
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        async with asyncio.timeout(60):
+            return await work
+
+    return asyncio.run(bounded())
+
+
+def refusal(places: Places, client: str, count: int = 1) -> str:
+    """Return the message of a refusal, or "" if the client received its places."""
+    try:
+        places.take(client, count)
+    except ServiceOverloadedError as error:
+        assert error.retry_after == 1.0
+        return str(error)
+    return ""
+
+
+# Places
+
+
+def test_places_are_refused_when_all_are_taken_and_to_a_client_that_holds_its_share() -> None:
+    places = Places("slots", 5)
+    results = [refusal(places, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
+    share = "slots: got 2 in use by this client and 2 by all, want at most 2 and 5"
+    assert results == ["", "", share, "", "", "", "slots: got 0 in use by this client and 5 by all, want at most 2 and 5"]
+    places.leave("a")
+    assert (refusal(places, "b") != "", refusal(places, "a")) == (True, "")
+    for name in ("a", "a", "b", "b", "c"):
+        places.leave(name)
+    assert (places.taken, refusal(places, "a")) == (0, "")
+
+
+def test_a_client_that_holds_none_may_take_more_than_its_share_and_anybody_all_that_are_free() -> None:
+    places = Places("bytes", 1000)
+    assert refusal(places, "a", 2000) == ""
+    assert refusal(places, "b", 1) == "bytes: got 0 in use by this client and 2000 by all, want at most 500 and 1000"
+    places.leave("a", 2000)
+    assert [refusal(places, "a", 700), refusal(places, "b", 300)] == ["", ""]
+
+
+async def _wait(places: Places, name: str, order: list[str]) -> None:
+    await places.wait(name)
+    order.append(name)
+
+
+def test_the_client_that_holds_the_fewest_places_is_next() -> None:
+    async def scenario() -> list[str]:
+        places, order = Places("slots", 4), list[str]()
+        for name in ("a", "a", "b", "c"):
+            await places.wait(name)
+        waiting = [asyncio.create_task(_wait(places, name, order)) for name in ("a", "a", "b", "d", "e")]
+        await asyncio.sleep(0)
+        assert (places.wanted, order) == (True, [])
+        for name in ("c", "b", "a", "a", "d"):  # each leaves its place to one that waits
+            places.leave(name)
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+        assert not places.wanted
+        return order
+
+    assert run(scenario()) == ["d", "b", "e", "a", "a"]
+
+
+def test_a_client_that_gives_up_waiting_leaves_no_place_behind() -> None:
+    async def scenario() -> None:
+        places = Places("slots", 1)
+        await places.wait("a")
+        for free in (False, True):  # cancelled while it waits, and in the moment in which it receives its place
+            waiting = asyncio.create_task(places.wait("b"))
+            await asyncio.sleep(0)
+            if free:
+                places.leave("a")
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert (places.taken, places.wanted) == (0, False)
+
+    run(scenario())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_no_more_places_are_taken_than_exist_and_none_stays_free_while_one_waits(steps: list[tuple[str, bool]]) -> None:
+    async def scenario() -> None:
+        places, held, waiting = Places("slots", 4), list[str](), list[asyncio.Task[None]]()
+        for name, enters in steps:
+            if enters:
+                waiting.append(asyncio.create_task(_wait(places, name, held)))
+            elif name in held:
+                held.remove(name)
+                places.leave(name)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            pending = {task for task in waiting if not task.done()}
+            assert places.taken == len(held) <= 4
+            assert all(held.count(name) <= 2 for name in "abc")
+            # A client may wait although places are free only when it holds its share.
+            assert places.wanted == bool(pending)
+        for task in waiting:
+            task.cancel()
+
+    run(scenario())
+
+
+# Messages
+
+
+class Context:
+    """Context of a call whose messages a test sends."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def read(self) -> Any:
+        return await self.messages.get()
+
+
+async def outcome(reading: asyncio.Task[Any]) -> str:
+    try:
+        return repr(await reading)
+    except MmposError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def ticks(arrivals: Arrivals, seconds: float) -> None:
+    for _ in range(round(seconds / module.TICK_SECONDS)):
+        arrivals._check()
+
+
+async def begin(arrivals: Arrivals, client: str = "a", **options: bool) -> asyncio.Task[Any]:
+    """Begin to read the message of a call."""
+    task = asyncio.create_task(arrivals.message(Context(), client, **options))
+    await asyncio.sleep(0)
+    return task
+
+
+def test_a_missing_message_is_refused_and_a_stream_ends() -> None:
+    async def scenario() -> None:
+        arrivals, context = Arrivals(1.0), Context()
+        for message in (b"a", aio.EOF, aio.EOF):
+            context.messages.put_nowait(message)
+        assert await arrivals.request(context, "a") == b"a"
+        with pytest.raises(InvalidInputError, match=r"^request: got no message, want one$"):
+            await arrivals.request(context, "a")
+        assert await arrivals.message(context, "a", item=True) is None
+
+    run(scenario())
+
+
+def test_late_messages_need_places_and_half_of_all_is_the_share_of_a_client() -> None:
+    async def scenario() -> None:
+        arrivals, most = Arrivals(1.0), module.MESSAGES
+        reading = [await begin(arrivals) for _ in range(most)] + [await begin(arrivals, "b") for _ in range(most)]
+        ticks(arrivals, 0.2)
+        assert arrivals.messages.taken == 0
+        ticks(arrivals, 0.2)
+        assert arrivals.messages.taken == most
+        await asyncio.sleep(0)
+        refused = [task for task in reading if task.done()]
+        assert refused == reading[most // 2 : most] + reading[most + most // 2 :]
+        assert {await outcome(task) for task in refused} == {
+            "ServiceOverloadedError: late_messages: too many messages arrive slowly"
+        }
+        ticks(arrivals, 30.0)
+        late = {await outcome(task) for task in reading if task not in refused}
+        assert late == {"ServiceTimeoutError: request: no whole message arrived in 30 s"}
+        assert arrivals.messages.taken == 0
+
+    run(scenario())
+
+
+def test_a_slow_message_makes_room_for_one_that_waits() -> None:
+    async def scenario() -> None:
+        arrivals = Arrivals(1.0)
+        slow = [await begin(arrivals, name) for name in "ab" for _ in range(module.MESSAGES // 2)]
+        ticks(arrivals, 4.0)
+        waiting = asyncio.create_task(arrivals.messages.wait("c"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        ticks(arrivals, 1.5)
+        await asyncio.sleep(0)
+        await waiting
+        assert await outcome(slow[0]) == (
+            "ServiceOverloadedError: late_messages: others wait for the place of this slow message"
+        )
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("first", "draining", "seconds", "error"),
+    [
+        (True, False, 30.0, "ServiceTimeoutError: request: no whole message arrived in 30 s"),
+        (False, False, 600.0, "ServiceUnavailableError: stream: no item arrived for 600 s; open a new stream"),
+        (
+            False,
+            True,
+            0.0,
+            "ServiceUnavailableError: the server is about to stop: send unanswered items in a new stream",
+        ),
+    ],
+)
+def test_a_stream_may_be_idle_after_its_first_item_until_the_server_stops(
+    first: bool, draining: bool, seconds: float, error: str
+) -> None:
+    async def scenario() -> None:
+        arrivals = Arrivals(1.0)
+        reading = await begin(arrivals, item=True, first=first)
+        ticks(arrivals, seconds)
+        await asyncio.sleep(0)
+        assert not reading.done()
+        arrivals.draining = draining
+        ticks(arrivals, 0.1)
+        assert await outcome(reading) == error
+
+    run(scenario())
+
+
+def test_a_stopping_server_waits_a_second_for_half_a_message() -> None:
+    async def scenario() -> None:
+        arrivals = Arrivals(1.0)
+        arrivals.draining = True
+        reading = await begin(arrivals)
+        ticks(arrivals, 1.0)
+        await asyncio.sleep(0)
+        assert not reading.done()
+        ticks(arrivals, 0.1)
+        assert await outcome(reading) == "ServiceTimeoutError: request: no whole message arrived in 1 s"
+
+    run(scenario())
+
+
+def test_a_cancelled_call_stays_cancelled_and_gives_its_place_back() -> None:
+    async def scenario() -> None:
+        arrivals = Arrivals(1.0)
+        reading = await begin(arrivals)
+        ticks(arrivals, 0.5)
+        assert arrivals.messages.taken == 1
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert arrivals.messages.taken == 0
+
+    run(scenario())
+
+
+# Answers
+
+
+def test_an_answer_counts_until_its_task_has_ended_and_120_seconds_end_it() -> None:
+    async def scenario() -> None:
+        arrivals, go = Arrivals(1.0), asyncio.Event()
+
+        async def send(client: str) -> None:
+            arrivals.send(client, module.UNREAD_BYTES // 2)
+            await go.wait()
+
+        slow, quick = asyncio.create_task(send("a")), asyncio.create_task(send("b"))
+        await asyncio.sleep(0)
+        more = [await outcome(asyncio.create_task(send(client))) for client in "ac"]
+        assert [error.partition(":")[0] for error in more] == ["ServiceOverloadedError"] * 2
+        assert not arrivals.unread.free("a")
+        room = asyncio.create_task(arrivals.room("a"))
+        go.set()
+        await quick
+        await slow
+        await room
+        assert arrivals.unread.taken == 0
+        go.clear()
+        unread = asyncio.create_task(send("a"))
+        await asyncio.sleep(0)
+        ticks(arrivals, 120.0)
+        await asyncio.sleep(0)
+        assert not unread.done()
+        ticks(arrivals, 0.2)
+        with pytest.raises(asyncio.CancelledError):
+            await unread
+        await asyncio.sleep(0)
+        assert arrivals.unread.taken == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("lag", "retry"), [(0.2, None), (0.3, 1.0), (2.0, 4.0)])
+def test_calls_are_refused_while_a_call_to_oneself_takes_too_long(lag: float, retry: float | None) -> None:
+    arrivals = Arrivals(0.25)
+    arrivals.lag = lag
+    if retry is None:
+        arrivals.check_overload()
+        return
+    with pytest.raises(ServiceOverloadedError, match=r"^overload: a call takes \d+ ms, want at most 250$") as raised:
+        arrivals.check_overload()
+    assert raised.value.retry_after == retry
+
+
+# Threads
+
+
+def test_all_threads_start_at_once_and_run_work_in_parallel() -> None:
+    async def scenario() -> None:
+        threads, before = Threads(), threading.active_count()
+        call, together = Call("a", Arrivals(1.0), threads), threading.Barrier(2, timeout=60)
+
+        def work(number: int) -> tuple[int, str]:
+            together.wait()
+            return number, threading.current_thread().name.rpartition("_")[0]
+
+        assert await call.map("work", work, [(1,), (2,)]) == [(1, "mmpos-work"), (2, "mmpos-work")]
+        assert await call.run("image", lambda a, b: a + b, 1, 2) == 3
+        assert [stage for stage, _ in call.stages] == ["queue"] * 3
+        assert threading.active_count() == before
+        threads.close()
+
+    run(scenario())
+
+
+def test_the_first_error_ends_a_call_and_cancels_its_queued_work() -> None:
+    async def scenario() -> None:
+        threads, begun = Threads(), []
+
+        def fail(number: int) -> None:
+            begun.append(number)
+            raise KeyError(number)
+
+        call = Call("a", Arrivals(1.0), threads)
+        with pytest.raises(KeyError):
+            await call.map("heavy", fail, [(number,) for number in range(500)])
+        threads.pools["heavy"].submit(int).result(60)
+        assert len(begun) < 500
+        threads.close()
+
+    run(scenario())
+
+
+def test_queued_work_ends_when_its_call_is_cancelled() -> None:
+    class Large:
+        pass
+
+    async def scenario() -> None:
+        threads, arrivals, busy = Threads(), Arrivals(1.0), threading.Event()
+        first = threads.pools["heavy"].submit(busy.wait, 60)
+        call, large, begun = Call("a", arrivals, threads), Large(), list[object]()
+        seen = weakref.ref(large)
+        queued = asyncio.create_task(call.run("heavy", begun.append, large))
+        await asyncio.sleep(0.01)
+        assert arrivals.work.taken == 1
+        queued.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+        busy.set()
+        first.result(60)
+        threads.pools["heavy"].submit(int).result(60)
+        del large, queued
+        await asyncio.sleep(0)  # for the callbacks of the cancelled futures
+        gc.collect()
+        assert (begun, arrivals.work.taken, seen()) == ([], 0, None)
+        call.gone = True
+        with pytest.raises(GoneError):
+            await call.run("heavy", int)
+        threads.close()
+
+    run(scenario())
+
+
+def test_calls_that_wait_for_threads_are_limited_but_items_of_streams_wait() -> None:
+    async def scenario() -> None:
+        threads, arrivals = Threads(), Arrivals(1.0)
+        arrivals.work.add("b", module.WORK)
+        with pytest.raises(ServiceOverloadedError, match=r"^waiting_calls: got 0 in use by this client and 64 by all"):
+            await Call("a", arrivals, threads).run("work", int)
+        assert await Call("a", arrivals, threads, item=True).run("work", int) == 0
+        threads.close()
+
+    run(scenario())
+
+
+def test_a_call_counts_its_answer() -> None:
+    threads = Threads()
+    call = Call("a", Arrivals(1.0), threads)
+    call.count(documents=1, tokens=2)
+    call.count(documents=1, images=0)
+    assert call.counts == {"documents": 2, "tokens": 2}
+    threads.close()

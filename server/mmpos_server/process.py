@@ -53,12 +53,17 @@ def serve(flags: Flags) -> NoReturn:
     """
     config, listen = flags.settings(), flags.address
     with logging_all(config.log_sample) as logs, ExitStack() as stack:
-        warn(listen, logs)
         server = _server(flags, listen, config, logs)
         if flags.metrics:
             page = split("--metrics", flags.metrics)
             stack.enter_context(exposed(server.metrics.registry, lambda: True, lambda: server.ready, *page))
-        _serve(server, logs, announce)
+
+
+        def started(addresses: list[str]) -> None:
+            warn(listen, logs)
+            announce(addresses)
+
+        _serve(server, logs, started)
 
 
 def work(flags: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int) -> NoReturn:

@@ -40,11 +40,11 @@ def supervise(flags: Flags) -> NoReturn:
     """
     config, listen = flags.settings(), flags.address
     with closing(Logs(sample=config.log_sample)) as logs, ExitStack() as stack:
-        warn(listen, logs)
         # Bind first without sharing the port, since two servers that both share it would not notice each other.
         bind(listen.host, listen.port).close()
         reserved = stack.enter_context(bind(listen.host, listen.port, reuse_port=True))
         listen = replace(listen, port=reserved.getsockname()[1], reuse_port=True)
+        warn(listen, logs)
         # The process from which the workers are forked inherits this.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder

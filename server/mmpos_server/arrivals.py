@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,16 +234,17 @@ class Arrivals:
 
         task.add_done_callback(sent)
 
-    async def write(self, context: Any, client: str, raw: bytes) -> None:
-        """Send the answer to an item of a stream, and wait until the client has read it."""
+    @contextmanager
+    def sending(self, client: str, size: int) -> Iterator[None]:
+        """Count an answer on a stream while it is sent, until the client has read it."""
         task = _current()
-        self.unread.add(client, len(raw))
+        self.unread.add(client, size)
         self._sending[task] = 0
         try:
-            await context.write(raw)
+            yield
         finally:
             del self._sending[task]
-            self.unread.leave(client, len(raw))
+            self.unread.leave(client, size)
 
     async def room(self, client: str) -> None:
         """Wait until unread answers leave room for another item of a client."""

@@ -92,7 +92,6 @@ def work(flags: Flags, listen: Listen, config: ServerConfig, pipe: Connection, n
 
 def _server(flags: Flags, listen: Listen, config: ServerConfig, logs: Logs) -> Server:
     """Set up this process, and return its server, which ends the process when it no longer answers its own calls."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on stderr are not JSON
     sys.setswitchinterval(0.001)  # seconds for which a thread that computes keeps the loop waiting
     # Every connection needs an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

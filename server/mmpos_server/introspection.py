@@ -72,7 +72,7 @@ class Introspection:
             while (raw := await arrivals.message(context, caller, item=True, first=first)) is not None:
                 first = False
                 async for answer in answers(raw):
-                    with arrivals.sending(caller, len(answer)):
+                    with arrivals.sending(context, caller, len(answer)):
                         yield answer
         except (MmposError, DecodeError) as error:
             await self._abort(error, context, method)

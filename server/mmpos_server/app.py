@@ -66,7 +66,8 @@ class Server:
         methods: Sequence[Method] | None = None,
         failed: Callable[[str], None] | None = None,
     ) -> None:
-        self.config, self.listen, self.metrics = config, listen or Listen(), Metrics()
+        self.config, self.listen = config, listen or Listen()
+        self.metrics = Metrics(self.listen.tls)
         self.logs, self._own_logs = logs or Logs(sample=0), logs is None
         if methods is None:
             from mmpos_server.services import methods as all_methods
@@ -194,5 +195,5 @@ def _add_port(server: aio.Server, listen: Listen, certificates: Certificates | N
     except RuntimeError:
         port = 0
     if not port:
-        raise InvalidInputError(f"port: cannot listen on {target}, want a free port (0 picks one)")
+        raise InvalidInputError(f"--listen: cannot listen on {target}, want a free port (0 picks one)")
     return address(listen.host, port)

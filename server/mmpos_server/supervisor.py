@@ -144,9 +144,9 @@ class _Supervisor:
             self._ended(worker)
             return
         if failure:
-            self._logs.error("worker cannot start", worker=worker.number, reason=failure)
             if not worker.served:  # another process would fail, too
                 raise InvalidInputError(failure)
+            self._logs.error("worker cannot start", worker=worker.number, reason=failure)
             return
         first, worker.served, worker.missing = not worker.served, True, inf
         self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)

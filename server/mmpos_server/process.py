@@ -140,6 +140,8 @@ async def _run(server: Server, logs: Logs, started: Callable[[list[str]], None],
     except OSError as error:
         _fail(logs, f"the address cannot be announced: {error}")
     await stopping.wait()
+    if parent is None:
+        notify("STOPPING=1")
     logs.info("draining", seconds=DRAIN_SECONDS)
     signal.alarm(round(END_SECONDS))  # ends the process even if the loop hangs
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,10 @@ def test_every_manager_waits_longer_than_the_drain() -> None:
 
 def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() -> None:
     largest = load().request_bytes
-    parts = [MESSAGES * largest, STREAMS * largest // 2, UNREAD_BYTES]
+    parts = [MESSAGES * largest, STREAMS * largest // 2, UNREAD_BYTES, 2 * 20 * 16_000_000]
     table = DEPLOYING.partition("| part | memory |")[2].partition("\n\n")[0]
     written = [int(number.replace(",", "")) * MIB for number in re.findall(r"\| ([\d,]+) MiB \|$", table, re.MULTILINE)]
-    assert written[:3] == parts
+    assert [number // MIB for number in written[:4]] == [math.ceil(part / MIB) for part in parts]
     (total,) = re.findall(r"The sum is ([\d,]+) MiB", DEPLOYING)
     assert sum(written) == int(total.replace(",", "")) * MIB <= 1.5 * GIB
     kept = TUNED["MALLOC_ARENA_MAX"][1] * TUNED["MALLOC_TRIM_THRESHOLD_"][1]
@@ -140,6 +141,7 @@ def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() ->
     assert sum(written) + kept <= 2560 * MIB
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"])
     assert config.request_bytes == largest
+    assert config.profiles["default"]["images"] == {"max_source_pixels": 16_000_000}
 
 
 @pytest.mark.slow
@@ -316,10 +318,8 @@ def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages_b
             stranger = stack.enter_context(Connection(address, source="127.0.0.2"))
             for _ in range(24):
                 stranger.send(stranger.call(place), message(b"", 100)[:4])  # the message never arrives
-        with pytest.raises((ConnectionError, TimeoutError)), Connection(address, source="127.0.0.2") as fifth:
-            fifth.socket.settimeout(10)
-            if fifth.socket.recv(1) == b"":
-                raise ConnectionResetError
+        with suppress(ConnectionError), Connection(address, source="127.0.0.2") as fifth:
+            assert fifth.socket.recv(1) == b""
         with Client(address, timeout=60) as client:
             for _ in range(20):
                 assert client.place(SEGMENTS).num_tokens == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from grpc import aio
 
 from mmpos.errors import InvalidInputError
 from mmpos_server.access import Certificates, TokenFile
-from mmpos_server.arrivals import Arrivals
+from mmpos_server.arrivals import TICK_SECONDS, Arrivals
 from mmpos_server.call import Threads
 from mmpos_server.config import Profiles
 from mmpos_server.endpoints import Endpoint, Shared
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
 __all__ = ["Server"]
 
 
-_REFRESH_SECONDS = 1.0
-"""Seconds between checks of the token and certificate files."""
+_HANG_UP_SECONDS = 1.0
+"""Seconds after the last call within which clients should close their connections to a server that stops."""
 
-_SETTLE_SECONDS = 0.5
-"""Seconds for which a server that stops still accepts the calls that are on their way."""
+_REFRESH_TICKS = 10
+"""Number of checks of messages for each check of the token and certificate files."""
+
+_NOTICE_SECONDS, _REFUSE_SECONDS = 0.5, 0.05
+"""Seconds for which a server that stops still answers new calls, and then refuses those that gRPC has received: it would
+cancel them.
+"""
 
 
 class Server:
@@ -48,8 +54,8 @@ class Server:
         logs: log of the server; with None, only errors are written.
         rotations: whether to serve rotations, for which the constructor imports torch.
         methods: the methods to serve; None serves every service of mmpos.
-        failed: function that receives the reason when the server no longer answers its own calls; it is called in a
-            thread, and should end the process. With None, only a log line is written.
+        failed: function that receives the reason when the server no longer answers calls, which should end the process;
+            any thread may call it. With None, only a log line is written.
 
     Raises:
         InvalidInputError: a profile or the token file is wrong; the message names the file and the field or line.
@@ -81,7 +87,8 @@ class Server:
         self._services = list(dict.fromkeys(method.service for method in methods))
         self.health = Health(self._services)
         self._handlers = _Handlers(self._shared, methods, self.health)
-        self._pulse = Pulse(self._beat, failed or self._log_failure)
+        self._failed = failed or self._log_failure
+        self._pulse = Pulse(self._failed)
         self._server: aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -112,7 +119,7 @@ class Server:
         await server.start()
         self._server = server
         files = [file.refresh for file in (self._tokens, certificates) if file is not None]
-        self._tasks = [asyncio.create_task(self.arrivals.watch()), asyncio.create_task(self._refresh(files))]
+        self._tasks = [asyncio.create_task(self._watch(files)), asyncio.create_task(self._ended(server))]
         self._pulse.start()
         return addresses
 
@@ -127,32 +134,50 @@ class Server:
         self._stopping = True
         self.health.stop()
         if self._server is not None:
-            await asyncio.sleep(min(grace, _SETTLE_SECONDS))
+            await asyncio.sleep(min(grace, _NOTICE_SECONDS))
             self.arrivals.draining = True
+            await asyncio.sleep(min(grace, _REFUSE_SECONDS))
             self._pulse.stop()
-            await self._server.stop(grace)
+            await self._end(self._server, grace)
         for task in self._tasks:
             task.cancel()
         self._threads.close()
         if self._own_logs:
             self.logs.close()
 
-    def _beat(self, seconds: float) -> None:
-        self.arrivals.lag = seconds
-        self.metrics.lag.set(seconds)
+    async def _end(self, server: aio.Server, grace: float) -> None:
+        """Wait until all calls have ended, but not for clients that then do not close their connections."""
+        ending, quiet = asyncio.create_task(server.stop(grace)), 0
+        while not ending.done() and quiet * TICK_SECONDS < _HANG_UP_SECONDS:
+            await asyncio.wait({ending}, timeout=TICK_SECONDS)
+            quiet = quiet + 1 if self.arrivals.quiet else 0
+        await server.stop(None)
+        await ending
 
     def _log_failure(self, reason: str) -> None:
         self.logs.error("server failed", reason=reason)
 
-    async def _refresh(self, files: Sequence[Callable[[], None]]) -> None:
-        """Read the token and certificate files again when they have changed."""
-        while files:
-            await asyncio.sleep(_REFRESH_SECONDS)
-            for refresh in files:
-                try:
+    async def _watch(self, files: Sequence[Callable[[], None]]) -> None:
+        """Check messages, answers and the time that a call takes, and read files again that have changed."""
+        for tick in itertools.count(1):
+            await asyncio.sleep(TICK_SECONDS)
+            self.arrivals.lag = lag = self._pulse.lag
+            self.metrics.lag.set(lag)
+            try:
+                self.arrivals.check()
+                for refresh in files if tick % _REFRESH_TICKS == 0 else ():
                     refresh()
-                except Exception as error:
-                    self.logs.error("a file cannot be checked", error)
+            except Exception as error:
+                self.logs.error("a check of the server failed", error)
+
+    async def _ended(self, server: aio.Server) -> None:
+        """Report that the transport has ended by itself."""
+        try:
+            await server.wait_for_termination()
+        except Exception as error:
+            self.logs.error("the transport failed", error)
+        if not self._stopping:
+            self._failed("the transport has ended")
 
 
 class _Handlers(grpc.GenericRpcHandler):

@@ -6,7 +6,10 @@ All functions run on the event loop, except where they say otherwise.
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +142,24 @@ class _Message:
     error: ServiceError | None = None
 
 
+@dataclass(eq=False, slots=True)
+class _Answer:
+    """An answer that the client at ``peer`` has not read yet, and the number of checks that it has seen."""
+
+    peer: str
+    ticks: int = 0
+
+
+def hang_up(peers: set[str]) -> None:
+    """Close the connections to these peers, named as gRPC does: it has no call that ends the sending of an answer."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                host, port, *_ = connection.getpeername()
+                if peers & {f"ipv4:{host}:{port}", f"ipv6:%5B{host}%5D:{port}"}:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
 class Arrivals:
     """Bounds for messages, streams and answers of all clients together and of each client.
 
@@ -154,17 +175,28 @@ class Arrivals:
         self.streams, self.watches = Places("streams", STREAMS), Places("watches", WATCHES)
         self.unread = Places("unread_bytes", UNREAD_BYTES)
         self._arriving: dict[asyncio.Task[Any], _Message] = {}  # oldest first
-        self._sending: dict[asyncio.Task[Any], int] = {}  # ticks by task, oldest first
+        self._sending: dict[asyncio.Task[Any], _Answer] = {}
         self.lag = 0.0
-        """Seconds that the last call to oneself took; the pulse's thread sets it."""
+        """Seconds that the server's last call to itself took."""
         self.draining = False
+        """Whether the server is about to stop."""
+        self.running = 0
+        """Number of calls and streams that have begun and not ended."""
 
-    def check_overload(self) -> None:
-        """Refuse a call while the server is overloaded.
+    @property
+    def quiet(self) -> bool:
+        """Whether no call is running and no large answer is being read."""
+        return not (self.running or self._arriving or self._sending)
+
+    def check_open(self) -> None:
+        """Refuse a call while the server is overloaded or about to stop.
 
         Raises:
-            ServiceOverloadedError: the last call to oneself took too long.
+            ServiceOverloadedError: the server's last call to itself took too long.
+            ServiceUnavailableError: the server is about to stop.
         """
+        if self.draining:
+            raise ServiceUnavailableError("the server is about to stop")
         if self.lag > self._bound:
             raise ServiceOverloadedError(
                 f"overload: a call takes {1000 * self.lag:.0f} ms, want at most {1000 * self._bound:.0f}",
@@ -216,15 +248,15 @@ class Arrivals:
             raise InvalidInputError("request: got no message, want one")
         return raw
 
-    def send(self, client: str, size: int) -> None:
-        """Count the answer of the current task, which grpc sends in it, until the client has read it.
+    def send(self, context: Any, client: str, size: int) -> None:
+        """Count the answer of the current task, in which grpc sends it, until the client has read it.
 
         Raises:
             ServiceOverloadedError: unread answers have too many bytes.
         """
         task = _current()
         self.unread.take(client, size)
-        self._sending[task] = 0
+        self._sending[task] = _Answer(context.peer())
 
         def sent(_: object) -> None:
             del self._sending[task]
@@ -236,7 +268,7 @@ class Arrivals:
         """Send the answer to an item of a stream, and wait until the client has read it."""
         task = _current()
         self.unread.add(client, len(raw))
-        self._sending[task] = 0
+        self._sending[task] = _Answer(context.peer())
         try:
             await context.write(raw)
         finally:
@@ -248,23 +280,21 @@ class Arrivals:
         while not self.unread.free(client):
             await asyncio.sleep(TICK_SECONDS)
 
-    async def watch(self) -> None:
-        """Check arriving messages and unread answers until this task is cancelled."""
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            self._check()
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check arriving messages and unread answers; call this each TICK_SECONDS."""
         wanted = self.messages.wanted
         for task, message in list(self._arriving.items()):
             message.ticks += 1
             message.error = self._given_up(message, wanted)
             if message.error is not None:
                 task.cancel()
-        for task in list(self._sending):
-            self._sending[task] += 1
-            if self._sending[task] * TICK_SECONDS > SEND_SECONDS:
-                task.cancel()
+        slow = set()
+        for answer in self._sending.values():
+            answer.ticks += 1
+            if answer.ticks * TICK_SECONDS > SEND_SECONDS:
+                slow.add(answer.peer)
+        if slow:
+            hang_up(slow)
 
     def _given_up(self, message: _Message, wanted: bool) -> ServiceError | None:
         """Return the reason to give a message up, or None; a late message takes a place."""

@@ -202,9 +202,10 @@ class Endpoint:
         status = "CANCELLED"
         placed = False
         self._metrics.begin()
+        shared.arrivals.running += 1
         try:
             call.client = client = shared.client(context)
-            shared.arrivals.check_overload()
+            shared.arrivals.check_open()
             if method.large:
                 await shared.arrivals.messages.wait(client)
                 placed = True
@@ -215,7 +216,7 @@ class Endpoint:
             plain = None if method.plain is None else call.plain(method.plain, raw)
             answer = await self._parsed(raw, call) if plain is None else plain
             if len(answer) > LARGE_BYTES:
-                shared.arrivals.send(client, len(answer))
+                shared.arrivals.send(context, client, len(answer))
             status = "OK"
             return answer
         except GoneError:
@@ -227,6 +228,7 @@ class Endpoint:
             raise  # not reached: abort raises an error
         finally:
             call.gone = True
+            shared.arrivals.running -= 1
             if placed:
                 shared.arrivals.messages.leave(client)
             sizes = {"request_bytes": len(raw), "response_bytes": len(answer)}

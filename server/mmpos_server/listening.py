@@ -158,8 +158,8 @@ def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[s
         # Connections times streams bound what waits inside gRPC; further calls of a client wait in the client.
         ("grpc.max_allowed_incoming_connections", most),
         ("grpc.max_concurrent_streams", config.streams_per_connection),
-        # This counts calls until they are deallocated, and would refuse honest clients that use all their streams.
-        ("grpc.http.overload_protection", 0),
+        # By default, gRPC counts calls until they are deallocated, and so refuses clients that use all their streams.
+        ("grpc.http2.max_deallocating_streams", config.streams_per_connection),
         # Beyond this number of calls that Python has not accepted (1000 by default), gRPC drops calls of any client.
         ("grpc.server.max_pending_requests", 20_000),
         ("grpc.server.max_pending_requests_hard_limit", 40_000),

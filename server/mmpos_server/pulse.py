@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,16 +26,21 @@ class Pulse:
     A call to the port may reach another worker, and would need a client's certificate where the port requires one.
 
     Args:
-        beat: function that receives the seconds of each call, also of one that is still running; called in the thread.
         failed: function that receives the reason when several calls in a row have failed; called in the thread.
     """
 
-    def __init__(self, beat: Callable[[float], None], failed: Callable[[str], None]) -> None:
-        self._beat, self._failed = beat, failed
+    def __init__(self, failed: Callable[[str], None]) -> None:
+        self._failed = failed
+        self._began, self._last = math.inf, 0.0
         self._folder = tempfile.TemporaryDirectory(prefix="mmpos-pulse-")
         self.address = f"unix:{Path(self._folder.name) / 'pulse'}"
         self._ended = Event()
         self._thread = Thread(target=self._run, name="mmpos-pulse", daemon=True)
+
+    @property
+    def lag(self) -> float:
+        """Seconds that the last call took, or that the running one has taken if that is longer. This is thread-safe."""
+        return max(self._last, monotonic() - self._began)
 
     def start(self) -> None:
         """Begin to call the server, which must listen on ``address``."""
@@ -51,7 +57,7 @@ class Pulse:
         with grpc.insecure_channel(self.address) as channel:
             check = channel.unary_unary(_CHECK)
             while not self._ended.wait(_PERIOD_SECONDS):
-                began = monotonic()
+                self._began = monotonic()
                 try:
                     check(request, timeout=_TIMEOUT_SECONDS)
                 except grpc.RpcError as error:
@@ -60,4 +66,4 @@ class Pulse:
                         self._failed(f"{failures} calls to itself failed, the last with {error.code().name}")
                 else:
                     failures = 0
-                self._beat(monotonic() - began)
+                self._last, self._began = monotonic() - self._began, math.inf

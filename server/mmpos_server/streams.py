@@ -44,9 +44,10 @@ class StreamEndpoint:
         call, failed, cause = Call("", arrivals, shared.threads), None, None
         status, entered, items, request_id = "CANCELLED", False, 0, shared.request_id(context)
         shared.metrics.streams.inc()
+        shared.arrivals.running += 1
         try:
             call.client = client = shared.client(context)
-            arrivals.check_overload()
+            arrivals.check_open()
             arrivals.streams.take(client)
             entered = True
             answers: asyncio.Queue[asyncio.Task[bytes] | bytes | Exception | None] = asyncio.Queue(_AHEAD)
@@ -71,6 +72,7 @@ class StreamEndpoint:
             await context.abort(failed.code, failed.message, failed.metadata)
         finally:
             call.gone = True
+            shared.arrivals.running -= 1
             shared.metrics.streams.dec()
             if entered:
                 arrivals.streams.leave(client)

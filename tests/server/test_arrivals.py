@@ -138,6 +138,9 @@ class Context:
     async def read(self) -> Any:
         return await self.messages.get()
 
+    def peer(self) -> str:
+        return "ipv4:1.2.3.4:5"
+
 
 async def outcome(reading: asyncio.Task[Any]) -> str:
     try:
@@ -148,7 +151,7 @@ async def outcome(reading: asyncio.Task[Any]) -> str:
 
 def ticks(arrivals: Arrivals, seconds: float) -> None:
     for _ in range(round(seconds / module.TICK_SECONDS)):
-        arrivals._check()
+        arrivals.check()
 
 
 async def begin(arrivals: Arrivals, client: str = "a", **options: bool) -> asyncio.Task[Any]:
@@ -271,35 +274,31 @@ def test_a_cancelled_call_stays_cancelled_and_gives_its_place_back() -> None:
 # Answers
 
 
-def test_an_answer_counts_until_its_task_has_ended_and_120_seconds_end_it() -> None:
+def test_an_answer_counts_until_it_is_read_and_its_client_is_hung_up_on_after_120_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peers = list[set[str]]()
+    monkeypatch.setattr(module, "hang_up", peers.append)
+
     async def scenario() -> None:
         arrivals, go = Arrivals(1.0), asyncio.Event()
 
         async def send(client: str) -> None:
-            arrivals.send(client, module.UNREAD_BYTES // 2)
+            arrivals.send(Context(), client, module.UNREAD_BYTES // 2)
             await go.wait()
 
-        slow, quick = asyncio.create_task(send("a")), asyncio.create_task(send("b"))
+        sending = [asyncio.create_task(send(client)) for client in "ab"]
         await asyncio.sleep(0)
         more = [await outcome(asyncio.create_task(send(client))) for client in "ac"]
         assert [error.partition(":")[0] for error in more] == ["ServiceOverloadedError"] * 2
-        assert not arrivals.unread.free("a")
         room = asyncio.create_task(arrivals.room("a"))
-        go.set()
-        await quick
-        await slow
-        await room
-        assert arrivals.unread.taken == 0
-        go.clear()
-        unread = asyncio.create_task(send("a"))
-        await asyncio.sleep(0)
         ticks(arrivals, 120.0)
         await asyncio.sleep(0)
-        assert not unread.done()
-        ticks(arrivals, 0.2)
-        with pytest.raises(asyncio.CancelledError):
-            await unread
-        await asyncio.sleep(0)
+        assert (peers, room.done()) == ([], False)
+        ticks(arrivals, 0.1)
+        assert peers == [{"ipv4:1.2.3.4:5"}]
+        go.set()
+        await asyncio.gather(*sending, room)
         assert arrivals.unread.taken == 0
 
     run(scenario())
@@ -310,10 +309,10 @@ def test_calls_are_refused_while_a_call_to_oneself_takes_too_long(lag: float, re
     arrivals = Arrivals(0.25)
     arrivals.lag = lag
     if retry is None:
-        arrivals.check_overload()
+        arrivals.check_open()
         return
     with pytest.raises(ServiceOverloadedError, match=r"^overload: a call takes \d+ ms, want at most 250$") as raised:
-        arrivals.check_overload()
+        arrivals.check_open()
     assert raised.value.retry_after == retry
 
 

@@ -115,12 +115,11 @@ class Server:
         addresses = [_add_port(server, listen, certificates)] if listen.tcp else []
         if listen.uds:
             addresses.append(bind_uds(listen.uds, server.add_insecure_port))
-        server.add_insecure_port(self._pulse.address)
+        self._pulse.start(server.add_insecure_port)
         await server.start()
         self._server = server
         files = [file.refresh for file in (self._tokens, certificates) if file is not None]
         self._tasks = [asyncio.create_task(self._watch(files)), asyncio.create_task(self._ended(server))]
-        self._pulse.start()
         return addresses
 
     async def stop(self, grace: float = 30.0) -> None:

@@ -166,7 +166,7 @@ BROKEN = [
     ("mmpos_server.app.Server.stop = lambda *_: 1 / 0", "stop failed", process.CUT_OFF),
     (
         "import threading; mmpos_server.pulse.Pulse.start = "
-        "lambda self: threading.Timer(0.5, self._failed, ['3 calls to itself failed']).start()",
+        "lambda self, _: threading.Timer(0.5, self._failed, ['3 calls to itself failed']).start()",
         "server failed",
         process.FAILED,
     ),

@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -57,7 +58,6 @@ def serve(flags: Flags) -> NoReturn:
         if flags.metrics:
             page = split("--metrics", flags.metrics)
             stack.enter_context(exposed(server.metrics.registry, lambda: True, lambda: server.ready, *page))
-
 
         def started(addresses: list[str]) -> None:
             warn(listen, logs)
@@ -123,16 +123,24 @@ async def _run(server: Server, logs: Logs, started: Callable[[list[str]], None],
             leave(logs, CUT_OFF)
         stopping.set()
 
+    def orphaned() -> None:
+        assert parent is not None
+        loop.remove_reader(parent)
+        shutil.rmtree(os.environ["PROMETHEUS_MULTIPROC_DIR"], ignore_errors=True)  # the supervisor's folder
+        stopping.set()
+
     addresses = await server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     if parent is not None:
-        loop.add_reader(parent, lambda: (loop.remove_reader(parent), stopping.set()))
+        loop.add_reader(parent, orphaned)
     try:
         started(addresses)
     except OSError as error:
         _fail(logs, f"the address cannot be announced: {error}")
     await stopping.wait()
+    if parent is None:
+        notify("STOPPING=1")
     logs.info("draining", seconds=DRAIN_SECONDS)
     signal.alarm(round(END_SECONDS))  # ends the process even if the loop hangs
     try:

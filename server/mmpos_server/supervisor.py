@@ -50,8 +50,9 @@ def supervise(flags: Flags) -> NoReturn:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         supervisor = _Supervisor((flags, listen, config), logs)
         if flags.metrics:
+            registry = aggregate(folder, supervisor.pids, listen.tls)
             page = split("--metrics", flags.metrics)
-            stack.enter_context(exposed(aggregate(folder), supervisor.is_live, supervisor.is_ready, *page))
+            stack.enter_context(exposed(registry, supervisor.is_live, supervisor.is_ready, *page))
         try:
             supervisor.run()
         except BaseException as error:
@@ -94,6 +95,10 @@ class _Supervisor:
         """Return whether no worker is missing for longer than a restart takes. This is thread-safe."""
         latest = monotonic() - RESTART_SECONDS
         return self._ends == inf and all(worker.served and worker.missing > latest for worker in self.workers)
+
+    def pids(self) -> list[int]:
+        """Return the ids of the worker processes. This is thread-safe."""
+        return [process.pid for process in [worker.process for worker in self.workers] if process]
 
     def kill(self) -> None:
         """End all workers at once."""
@@ -139,9 +144,9 @@ class _Supervisor:
             self._ended(worker)
             return
         if failure:
-            self._logs.error("worker cannot start", worker=worker.number, reason=failure)
             if not worker.served:  # another process would fail, too
                 raise InvalidInputError(failure)
+            self._logs.error("worker cannot start", worker=worker.number, reason=failure)
             return
         first, worker.served, worker.missing = not worker.served, True, inf
         self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)

@@ -145,7 +145,10 @@ KNOWN = f"want one of {', '.join(SETTINGS)}"
             "profiles.a.scheme.tokens_per_second: got 'x', want a number or a fraction such as \"25/2\"",
         ),
         ("[profiles.a.rotary]\nhead_dim = 0\n", "profiles.a.rotary.head_dim: got 0, want >= 2"),
-        ("[profiles.a]\ntokenizer = 'none.json'\n", "profiles.a.tokenizer: got 'none.json', want \"bytes\" or the path"),
+        (
+            "[profiles.a]\ntokenizer = 'none.json'\n",
+            "profiles.a.tokenizer: got 'none.json', want \"bytes\" or the path",
+        ),
         ("a = \n", "want valid TOML (Invalid value (at line 1, column 5))"),
     ],
 )
@@ -175,13 +178,19 @@ def test_check_accepts_valid_settings_with_one_line(file: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--listen", "unix:s", "--workers", "2"], "--workers: got 2 with --listen unix:PATH, which allows one process"),
+        (
+            ["--listen", "unix:s", "--workers", "2"],
+            "--workers: got 2 with --listen unix:PATH, which allows one process",
+        ),
         (
             ["--listen", "127.0.0.1:1", "--listen", "[::1]:1"],
             "--listen: got 127.0.0.1:1 and [::1]:1, want one HOST:PORT, one unix:PATH, or both",
         ),
         (["--listen", "50051"], "--listen: got '50051', want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"),
-        (["--metrics", "::1:9090"], "--metrics: got '::1:9090', want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"),
+        (
+            ["--metrics", "::1:9090"],
+            "--metrics: got '::1:9090', want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051",
+        ),
         (["--tls-cert", "c"], "--tls-cert requires both --tls-cert and --tls-key"),
         (["--tls-client-ca", "c"], "--tls-client-ca requires both --tls-cert and --tls-key"),
         (
@@ -210,5 +219,7 @@ def test_flags_that_are_wrong_or_contradict_each_other_are_one_line(
 
 def test_missing_tokenizers_are_reported_with_the_pip_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"profiles\.a\.tokenizer: 'x\.json': tokenizers is not installed; install it"):
+    with pytest.raises(
+        ImportError, match=r"profiles\.a\.tokenizer: 'x\.json': tokenizers is not installed; install it"
+    ):
         built(file, "[profiles.a]\ntokenizer = 'x.json'\n")

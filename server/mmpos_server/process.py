@@ -110,8 +110,20 @@ def _serve(
         thread.join(max(0.0, end - monotonic()))
     if _pool_threads():
         _cut_off(logs)
+    _send_spans()
     logs.info("stopped")
     leave(logs, 0)
+
+
+def _send_spans() -> None:
+    """Send the last spans of opentelemetry-instrument, which sends them in batches, unless their collector is slow."""
+    if "opentelemetry.sdk.trace" in sys.modules:
+        from opentelemetry.trace import get_tracer_provider
+
+        if flush := getattr(get_tracer_provider(), "force_flush", None):
+            sending = threading.Thread(target=flush, daemon=True)
+            sending.start()
+            sending.join(LAST_SECONDS)
 
 
 async def _run(server: Server, logs: Logs, started: Callable[[list[str]], None], parent: Connection | None) -> None:

@@ -65,15 +65,11 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         raise UnsupportedError(f"service: got {sys.platform}, want Linux, which reports the processor times of servers")
     sizes = QUICK if options.quick else ServiceSizes()
     with ExitStack() as stack:
-        commands = [echo(), service()]
-        if not options.quick:  # a server takes seconds to start, so quick runs use the logging server for both
-            commands.append(service("--log-level", "warning"))
-        bare, logging, *more = stack.enter_context(started(*commands))
-        quiet = more[0] if more else logging
-        channel = stack.enter_context(grpc.insecure_channel(quiet.address, options=OPTIONS))
+        bare, server = stack.enter_context(started(echo(), service()))
+        channel = stack.enter_context(grpc.insecure_channel(server.address, options=OPTIONS))
         pool = stack.enter_context(clients(2))
         asking = Asking(channel, sizes.tokens, sizes.images, sizes.side)
-        yield from _Suite(sizes, quiet, logging, bare, pool, asking).cases(quick=options.quick)
+        yield from _Suite(sizes, server, bare, pool, asking).cases(quick=options.quick)
         if find_spec("torch") is not None:
             yield from stack.enter_context(_rotations(bare.address, sizes))
 
@@ -83,11 +79,10 @@ class _Suite:
     """Server and client processes, and the cases that put load on a server."""
 
     sizes: ServiceSizes
-    quiet: ServerProcess
-    logging: ServerProcess  # with default settings, which log every request
+    server: ServerProcess
     bare: ServerProcess  # echo server
     pool: ProcessPoolExecutor  # two clients
-    asking: Asking  # asks the quiet server
+    asking: Asking  # asks the server
 
     def cases(self, *, quick: bool) -> Iterator[Comparison]:
         """Yield every case."""
@@ -108,12 +103,9 @@ class _Suite:
     def processor(self, question: Question) -> Lineup:
         """Line up the processor time of a call."""
         ours = self.load(question)
-        logging = ours.to(self.logging, question.path, question.answer)
-        proof = partial(question.answered_by, self.logging.address)
         contestants = (
             limit("echo", self.echoed(ours, question)),
             Contestant("mmpos", ours, proof=question.proof),
-            Contestant("mmpos, requests logged", logging, proof, Role.PART),
         )
         return Lineup(contestants, question.work)
 
@@ -134,10 +126,10 @@ class _Suite:
         return Lineup((echoed, Contestant("mmpos", ours, proof=question.proof)), question.work, facts)
 
     def load(self, question: Question) -> Load:
-        """Return a load from both clients on the quiet server, each with several calls or stream items in flight."""
+        """Return a load from both clients on the server, each with several calls or stream items in flight."""
         in_flight = self.sizes.window if question.stream else self.sizes.in_flight
         order = Order(question.path, question.request, question.answer, self.sizes.seconds, in_flight)
-        return Load(self.quiet, order, self.pool, 2)
+        return Load(self.server, order, self.pool, 2)
 
     def echoed(self, load: Load, question: Question) -> Load:
         """Return the same load on the echo server, with answers of the same size."""
@@ -145,7 +137,7 @@ class _Suite:
         return load.to(self.bare, echo_path(size, stream=question.stream), bytes(size))
 
 
-_LARGE = 2**29
+_LARGE = 2**26
 """Maximum bytes of a request with large tensors."""
 
 
@@ -153,9 +145,9 @@ _LARGE = 2**29
 def _rotations(bare: str, sizes: ServiceSizes) -> Iterator[list[Comparison]]:
     """Run a server for large tensors and yield the cases of its rotations; ``bare`` is the echo server's address."""
     with NamedTemporaryFile("w", suffix=".toml") as settings, ExitStack() as stack:
-        settings.write(f"[limits]\nrequest_bytes = {_LARGE}\n")
+        settings.write(f"request_bytes = {_LARGE}\n")
         settings.flush()
-        (server,) = stack.enter_context(started(service("--config", settings.name, "--log-level", "warning")))
+        (server,) = stack.enter_context(started(service("--config", settings.name, "--rotations")))
         client = stack.enter_context(Client(server.address, timeout=120))
         channel = stack.enter_context(grpc.insecure_channel(bare, options=OPTIONS))
         name, line_up = f"{sizes.tokens:,} tokens of 32 + 8 heads", partial(_rotated, client, channel, sizes)

@@ -29,7 +29,7 @@ from mmpos.errors import ServiceError
 from mmpos_bench.images import PHOTOS
 from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.timing import Call, Timer, in_turns
-from mmpos_server.config import Limits, load
+from mmpos_server.config import load
 from mmpos_server.listening import Listen, address, transport_options
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_retries", 0)]
@@ -59,7 +59,7 @@ class ServerProcess:
 
 def service(*options: str) -> list[str]:
     """Return the command line of our server; it has this process's malloc settings."""
-    return [sys.executable, "-m", "mmpos_server", "--port", "0", *options]
+    return [sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0", *options]
 
 
 def echo() -> list[str]:
@@ -134,8 +134,8 @@ class _Echo(grpc.GenericRpcHandler):
 
 async def _serve() -> None:
     """Run the echo server with the transport options of mmpos_server and print its address."""
-    settings = {"limits": Limits(request_bytes=64 * 2**20)}
-    options = dict(transport_options(load().model_copy(update=settings), reuse_port=False))
+    config = replace(load(), request_bytes=64 * 2**20)
+    options = dict(transport_options(config, reuse_port=False))
     # grpc.aio fetches calls by itself, so calls wait in the transport.
     options |= {"grpc.server.max_pending_requests": 1024, "grpc.server.max_pending_requests_hard_limit": 1024}
     server = grpc.aio.server(options=list(options.items()))

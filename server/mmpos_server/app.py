@@ -115,12 +115,11 @@ class Server:
         addresses = [_add_port(server, listen, certificates)] if listen.tcp else []
         if listen.uds:
             addresses.append(bind_uds(listen.uds, server.add_insecure_port))
-        server.add_insecure_port(self._pulse.address)
+        self._pulse.start(server.add_insecure_port)
         await server.start()
         self._server = server
         files = [file.refresh for file in (self._tokens, certificates) if file is not None]
         self._tasks = [asyncio.create_task(self._watch(files)), asyncio.create_task(self._ended(server))]
-        self._pulse.start()
         return addresses
 
     async def stop(self, grace: float = 30.0) -> None:
@@ -220,5 +219,5 @@ def _add_port(server: aio.Server, listen: Listen, certificates: Certificates | N
     except RuntimeError:
         port = 0
     if not port:
-        raise InvalidInputError(f"port: cannot listen on {target}, want a free port (0 picks one)")
+        raise InvalidInputError(f"--listen: cannot listen on {target}, want a free port (0 picks one)")
     return address(listen.host, port)

@@ -10,7 +10,8 @@ import os
 import socket
 import stat
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,16 +269,17 @@ class Arrivals:
 
         task.add_done_callback(sent)
 
-    async def write(self, context: Any, client: str, raw: bytes) -> None:
-        """Send the answer to an item of a stream, and wait until the client has read it."""
+    @contextmanager
+    def sending(self, context: Any, client: str, size: int) -> Iterator[None]:
+        """Count an answer on a stream while it is sent, until the client has read it."""
         task = _current()
-        self.unread.add(client, len(raw))
+        self.unread.add(client, size)
         self._sending[task] = _Answer(context.peer())
         try:
-            await context.write(raw)
+            yield
         finally:
             del self._sending[task]
-            self.unread.leave(client, len(raw))
+            self.unread.leave(client, size)
 
     async def room(self, client: str) -> None:
         """Wait until unread answers leave room for another item of a client."""

@@ -39,13 +39,15 @@ class Introspection:
         except (MmposError, DecodeError) as error:
             return await self._abort(error, context, "Check")
 
-    async def watch(self, _: object, context: Any) -> None:
-        """Send the health of a service, now and when it changes."""
-        await self._stream(context, "Watch", self._health.watch, open_to_all=True)
+    async def watch(self, _: object, context: Any) -> AsyncIterator[bytes]:
+        """Yield the health of a service, now and when it changes."""
+        async for answer in self._stream(context, "Watch", self._health.watch, open_to_all=True):
+            yield answer
 
-    async def reflect(self, _: object, context: Any) -> None:
-        """Answer the queries of a reflection stream."""
-        await self._stream(context, "ServerReflectionInfo", self._described, open_to_all=False)
+    async def reflect(self, _: object, context: Any) -> AsyncIterator[bytes]:
+        """Yield the answers to the queries of a reflection stream."""
+        async for answer in self._stream(context, "ServerReflectionInfo", self._described, open_to_all=False):
+            yield answer
 
     async def unknown(self, _: object, context: Any) -> bytes:
         """Refuse a call to a method that the server does not have."""
@@ -61,7 +63,7 @@ class Introspection:
 
     async def _stream(
         self, context: Any, method: str, answers: Callable[[bytes], AsyncIterator[bytes]], *, open_to_all: bool
-    ) -> None:
+    ) -> AsyncIterator[bytes]:
         shared, arrivals, client = self._shared, self._shared.arrivals, None
         try:
             caller = shared.client(context, open_to_all=open_to_all)
@@ -70,7 +72,8 @@ class Introspection:
             while (raw := await arrivals.message(context, caller, item=True, first=first)) is not None:
                 first = False
                 async for answer in answers(raw):
-                    await arrivals.write(context, caller, answer)
+                    with arrivals.sending(context, caller, len(answer)):
+                        yield answer
         except (MmposError, DecodeError) as error:
             await self._abort(error, context, method)
         finally:

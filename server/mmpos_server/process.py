@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -53,12 +54,16 @@ def serve(flags: Flags) -> NoReturn:
     """
     config, listen = flags.settings(), flags.address
     with logging_all(config.log_sample) as logs, ExitStack() as stack:
-        warn(listen, logs)
         server = _server(flags, listen, config, logs)
         if flags.metrics:
             page = split("--metrics", flags.metrics)
             stack.enter_context(exposed(server.metrics.registry, lambda: True, lambda: server.ready, *page))
-        _serve(server, logs, announce)
+
+        def started(addresses: list[str]) -> None:
+            warn(listen, logs)
+            announce(addresses)
+
+        _serve(server, logs, started)
 
 
 def work(flags: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int) -> NoReturn:
@@ -87,7 +92,6 @@ def work(flags: Flags, listen: Listen, config: ServerConfig, pipe: Connection, n
 
 def _server(flags: Flags, listen: Listen, config: ServerConfig, logs: Logs) -> Server:
     """Set up this process, and return its server, which ends the process when it no longer answers its own calls."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on stderr are not JSON
     sys.setswitchinterval(0.001)  # seconds for which a thread that computes keeps the loop waiting
     # Every connection needs an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -106,8 +110,20 @@ def _serve(
         thread.join(max(0.0, end - monotonic()))
     if _pool_threads():
         _cut_off(logs)
+    _send_spans()
     logs.info("stopped")
     leave(logs, 0)
+
+
+def _send_spans() -> None:
+    """Send the last spans of opentelemetry-instrument, which sends them in batches, unless their collector is slow."""
+    if "opentelemetry.sdk.trace" in sys.modules:
+        from opentelemetry.trace import get_tracer_provider
+
+        if flush := getattr(get_tracer_provider(), "force_flush", None):
+            sending = threading.Thread(target=flush, daemon=True)
+            sending.start()
+            sending.join(LAST_SECONDS)
 
 
 async def _run(server: Server, logs: Logs, started: Callable[[list[str]], None], parent: Connection | None) -> None:
@@ -119,16 +135,24 @@ async def _run(server: Server, logs: Logs, started: Callable[[list[str]], None],
             leave(logs, CUT_OFF)
         stopping.set()
 
+    def orphaned() -> None:
+        assert parent is not None
+        loop.remove_reader(parent)
+        shutil.rmtree(os.environ["PROMETHEUS_MULTIPROC_DIR"], ignore_errors=True)  # the supervisor's folder
+        stopping.set()
+
     addresses = await server.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     if parent is not None:
-        loop.add_reader(parent, lambda: (loop.remove_reader(parent), stopping.set()))
+        loop.add_reader(parent, orphaned)
     try:
         started(addresses)
     except OSError as error:
         _fail(logs, f"the address cannot be announced: {error}")
     await stopping.wait()
+    if parent is None:
+        notify("STOPPING=1")
     logs.info("draining", seconds=DRAIN_SECONDS)
     signal.alarm(round(END_SECONDS))  # ends the process even if the loop hangs
     try:

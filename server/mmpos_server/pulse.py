@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
 
@@ -32,8 +32,7 @@ class Pulse:
     def __init__(self, failed: Callable[[str], None]) -> None:
         self._failed = failed
         self._began, self._last = math.inf, 0.0
-        self._folder = tempfile.TemporaryDirectory(prefix="mmpos-pulse-")
-        self.address = f"unix:{Path(self._folder.name) / 'pulse'}"
+        self._folder = ""
         self._ended = Event()
         self._thread = Thread(target=self._run, name="mmpos-pulse", daemon=True)
 
@@ -42,19 +41,21 @@ class Pulse:
         """Seconds that the last call took, or that the running one has taken if that is longer. This is thread-safe."""
         return max(self._last, monotonic() - self._began)
 
-    def start(self) -> None:
-        """Begin to call the server, which must listen on ``address``."""
+    def start(self, add: Callable[[str], object]) -> None:
+        """Begin to call the server; ``add`` makes it listen on an address."""
+        self._folder = tempfile.mkdtemp(prefix="mmpos-pulse-")
+        add(f"unix:{self._folder}/pulse")
         self._thread.start()
 
     def stop(self) -> None:
         """End the calls."""
         self._ended.set()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self) -> None:
         failures = 0
         request = health_pb2.HealthCheckRequest().SerializeToString()
-        with grpc.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(f"unix:{self._folder}/pulse") as channel:
             check = channel.unary_unary(_CHECK)
             while not self._ended.wait(_PERIOD_SECONDS):
                 self._began = monotonic()

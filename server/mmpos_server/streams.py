@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,8 @@ class StreamEndpoint:
         self.name = self._twin.name
         self._metrics = MethodMetrics(shared.metrics, self.name)
 
-    async def answers(self, _: object, context: Any) -> None:
-        """Answer the items of one stream until the client ends it.
+    async def answers(self, _: object, context: Any) -> AsyncIterator[bytes]:
+        """Yield the answers to the items of one stream until the client ends it.
 
         Raises:
             AbortError: the stream failed; the status is set.
@@ -56,7 +57,9 @@ class StreamEndpoint:
                 while (answer := await answers.get()) is not None:
                     if isinstance(answer, Exception):
                         raise answer
-                    await arrivals.write(context, client, answer if isinstance(answer, bytes) else await answer)
+                    raw = answer if isinstance(answer, bytes) else await answer
+                    with arrivals.sending(context, client, len(raw)):
+                        yield raw
                     items += 1
             finally:
                 reader.cancel()

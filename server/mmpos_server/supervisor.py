@@ -40,18 +40,19 @@ def supervise(flags: Flags) -> NoReturn:
     """
     config, listen = flags.settings(), flags.address
     with closing(Logs(sample=config.log_sample)) as logs, ExitStack() as stack:
-        warn(listen, logs)
         # Bind first without sharing the port, since two servers that both share it would not notice each other.
         bind(listen.host, listen.port).close()
         reserved = stack.enter_context(bind(listen.host, listen.port, reuse_port=True))
         listen = replace(listen, port=reserved.getsockname()[1], reuse_port=True)
+        warn(listen, logs)
         # The process from which the workers are forked inherits this.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         supervisor = _Supervisor((flags, listen, config), logs)
         if flags.metrics:
+            registry = aggregate(folder, supervisor.pids, listen.tls)
             page = split("--metrics", flags.metrics)
-            stack.enter_context(exposed(aggregate(folder), supervisor.is_live, supervisor.is_ready, *page))
+            stack.enter_context(exposed(registry, supervisor.is_live, supervisor.is_ready, *page))
         try:
             supervisor.run()
         except BaseException as error:
@@ -94,6 +95,10 @@ class _Supervisor:
         """Return whether no worker is missing for longer than a restart takes. This is thread-safe."""
         latest = monotonic() - RESTART_SECONDS
         return self._ends == inf and all(worker.served and worker.missing > latest for worker in self.workers)
+
+    def pids(self) -> list[int]:
+        """Return the ids of the worker processes. This is thread-safe."""
+        return [process.pid for process in [worker.process for worker in self.workers] if process]
 
     def kill(self) -> None:
         """End all workers at once."""
@@ -139,9 +144,9 @@ class _Supervisor:
             self._ended(worker)
             return
         if failure:
-            self._logs.error("worker cannot start", worker=worker.number, reason=failure)
             if not worker.served:  # another process would fail, too
                 raise InvalidInputError(failure)
+            self._logs.error("worker cannot start", worker=worker.number, reason=failure)
             return
         first, worker.served, worker.missing = not worker.served, True, inf
         self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)

@@ -151,7 +151,7 @@ def test_a_server_that_does_not_answer_causes_a_one_line_error_with_the_remedy(r
 
 
 def test_serve_runs_until_terminated(run: Run, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mmpos", "serve", "--port", "0", "--log-level", "error"]
+    command = [sys.executable, "-m", "mmpos", "serve", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_torch(tmp_path)) as process:
         try:
             assert process.stdout is not None
@@ -164,7 +164,7 @@ def test_serve_runs_until_terminated(run: Run, tmp_path: Path) -> None:
 
 
 def test_serve_reports_an_invalid_option_in_one_line(run: Run) -> None:
-    code, out, err = run("serve", "--port", "many")
+    code, out, err = run("serve", "--workers", "many")
     assert (code, out) == (2, "")
-    assert err.startswith("mmpos: error: Invalid value for '--port'")
+    assert err.startswith("mmpos: error: Invalid value for '--workers'")
     assert err.count("\n") == 1

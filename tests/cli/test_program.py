@@ -254,7 +254,7 @@ COMPLETIONS = [
     ("mmpos preprocess x -f ch", ["chat"]),
     ("mmpos bench pos", ["positions"]),
     ("mmpos bench positions --malloc t", ["tuned"]),
-    ("mmpos serve --log-level d", ["debug"]),
+    ("mmpos serve --rot", ["--rotations"]),
     ("mmpos check id", []),  # the shell completes file names
 ]
 

@@ -60,7 +60,7 @@ def answered(metrics_port: int) -> float:
 def test_killing_a_replica_neither_loses_nor_repeats_a_call_or_an_item(start: Start) -> None:
     KILLED.clear()
     ports = [free_port() for _ in range(3)]
-    servers = [start("--metrics-port", str(port), "--log-level", "warning") for port in ports]
+    servers = [start("--metrics", f"127.0.0.1:{port}") for port in ports]
     addresses = [server.address for server in servers]
     kinds = ("sync", "async")
     with ThreadPoolExecutor(8) as threads:

@@ -28,7 +28,9 @@ class Program:
     @classmethod
     def launch(cls, log: Path, *arguments: str, environment: dict[str, str] | None = None) -> Self:
         """Start a server on a free port, and wait for its address."""
-        command = [sys.executable, "-m", "mmpos_server", "--port", "0", *arguments]
+        command = [sys.executable, "-m", "mmpos_server", *arguments]
+        if "--listen" not in arguments:
+            command += ["--listen", "127.0.0.1:0"]
         with log.open("w") as err:  # a file, since a pipe that nobody reads would block a server that logs
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
         assert process.stdout is not None

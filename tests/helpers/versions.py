@@ -52,7 +52,7 @@ SERVE = """
 import subprocess, sys
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
-command = [sys.executable, "-m", "mmpos_server", "--port", "0"]
+command = [sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0"]
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
     try:
         with Client(server.stdout.readline().split()[-1]) as client:

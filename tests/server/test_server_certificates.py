@@ -1,10 +1,11 @@
-"""Test that a running server reloads its certificates when their files change, and reports when they expire."""
+"""Test that a running server rereads its certificates when their files change, and reports when they expire."""
 
 from __future__ import annotations
 
 import os
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,9 @@ from serving import KeptLogs
 from waiting import eventually
 
 from mmpos.client import Client, Tls
-from mmpos_server import access, app
+from mmpos.errors import InvalidInputError
 from mmpos_server.access import Certificates, TlsFiles
 from mmpos_server.listening import Listen
-from mmpos_server.telemetry import ProcessMetrics
 from mmpos_server.testing import running
 
 
@@ -30,9 +30,7 @@ def served(address: str) -> str:
         return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
 
 
-def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_TICK", "_REFRESH"):
-        monkeypatch.setattr(app, name, 0.02)
+def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server")
     new_cert, new_key = make_certificate(tmp_path, "new")
     first, second = cert.read_text(), new_cert.read_text()
@@ -47,37 +45,44 @@ def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path, monk
             assert late.healthy()
 
 
-def test_an_invalid_new_certificate_changes_nothing_and_is_logged_once(tmp_path: Path) -> None:
+WRONG: dict[str, Callable[[Path, Path], object]] = {
+    "the key is not the certificate's": lambda cert, other: os.replace(other, cert),
+    "a pipe or a device": lambda cert, _: (cert.unlink(), os.mkfifo(cert)),
+    "No such file or directory": lambda cert, _: cert.unlink(),
+    "Unable to load PEM file": lambda cert, _: cert.write_text("no certificate"),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_a_wrong_file_prevents_the_start_and_later_changes_nothing_and_is_logged_once(
+    tmp_path: Path, problem: str
+) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
-    certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs())
-    os.replace(other, cert)
+    certificates = Certificates(TlsFiles(cert, key, cert), logs := KeptLogs())
+    before = certificates._latest
+    WRONG[problem](cert, other)
     for _ in range(3):
         certificates.refresh()
+    assert certificates._latest is before
+    with pytest.raises(InvalidInputError) as raised:
+        Certificates(TlsFiles(cert, key), KeptLogs())
+    assert str(raised.value).startswith(f"--tls-cert: got {cert}")
+    assert problem in str(raised.value)
     (line,) = logs.lines()
     assert (line["level"], line["event"]) == ("error", "certificates not reloaded")
-    assert line["reason"].startswith(f"tls-cert: got {cert} with {key} (")
+    assert problem in line["reason"]
 
 
-def test_an_expired_certificate_is_reported_at_startup_and_on_reload(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_reported_at_the_start_and_when_it_is_reread(tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path, "server", days=-1)
-    certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs("warning"))
+    certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs())
     certificates.refresh()
     for name in ("good", "old"):
         new_cert, new_key = make_certificate(tmp_path, name, days=1 if name == "good" else -2)
         os.replace(new_cert, cert)
         os.replace(new_key, key)
         certificates.refresh()
-    lines = logs.lines()
-    assert [(line["level"], line["event"], line["file"]) for line in lines] == [
-        ("warning", "certificate has expired", str(cert))
-    ] * 2
-    assert lines[0]["not_after"] > lines[1]["not_after"]
-
-
-def test_the_metrics_show_when_the_certificate_expires(tmp_path: Path) -> None:
-    tls = TlsFiles(*make_certificate(tmp_path, "server"))
-    families = {family.name: family for family in ProcessMetrics(tls).collect()}
-    (sample,) = families["mmpos_certificate_not_after_seconds"].samples
-    assert sample.value == access.not_after(tls.cert.read_bytes()).timestamp()
-    assert "mmpos_certificate_not_after_seconds" not in {family.name for family in ProcessMetrics(None).collect()}
+    expired = [line for line in logs.lines() if line["event"] == "certificate has expired"]
+    assert [line["level"] for line in expired] == ["warning"] * 2
+    assert expired[0]["not_after"] > expired[1]["not_after"]

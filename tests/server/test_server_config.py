@@ -1,8 +1,12 @@
-"""Test the server's settings: the embedded file lists the defaults, and an error names its file and field."""
+"""Test the server's settings: sixteen of them, each on the page, with one line for each mistake."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
+import tomllib
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,9 +14,16 @@ import pytest
 
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
+from mmpos.rpc.v1 import info_pb2
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.sequence.builder import MarkerIds, Markers, SequenceBuilder
-from mmpos_server.config import ClientLimits, Concurrency, Limits, Profiles, load
+from mmpos_server.__main__ import main
+from mmpos_server.config import Limits, Profiles, ServerConfig, load
+from mmpos_server.flags import Flags
+
+PAGE = (Path(__file__).parents[2] / "docs/service-operation.md").read_text()
+NUMBERS = {"request_bytes": 2**24, "streams_per_connection": 16, "overload_ms": 250, "log_sample": 100}
+SETTINGS = [*NUMBERS, "schemes", "profiles"]
 
 
 @pytest.fixture
@@ -20,43 +31,45 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "mmpos.toml"
 
 
-def mistake(file: Path, text: str) -> str:
-    """Return the error that a file with this text causes, without the file's name."""
+def built(file: Path, text: str) -> Profiles:
     file.write_text(text)
-    with pytest.raises(InvalidInputError) as raised:
-        Profiles.from_config(load(file))
-    message = str(raised.value)
-    assert "\n" not in message
-    assert message.startswith(f"{file}: ")
-    return message.removeprefix(f"{file}: ")
+    return Profiles.from_config(load(file))
 
 
-def test_the_embedded_file_lists_the_defaults() -> None:
-    config = load(None)
-    assert (config.limits, config.concurrency, config.clients) == (Limits(), Concurrency(), ClientLimits())
-    assert list(config.profiles) == ["default"]
-    written = config.profiles["default"]
-    assert (written.scheme, written.tokenizer) == ("rope-tie", "bytes")
-    assert Markers(**written.markers) == Markers()
-    assert written.images == {"patch_size": 14, "spatial_merge_size": 2}
+def test_there_are_sixteen_settings_and_flags_and_the_page_has_a_line_for_each() -> None:
+    flags = [f"--{name.replace('_', '-')}" for name in inspect.signature(Flags).parameters]
+    table = re.findall(r"^\| `([^`]*)`.* \| .+ \| .+ \|$", PAGE, re.MULTILINE)
+    named = [line.split()[0].replace("[profiles.NAME]", "profiles") for line in table if "mmpos_" not in line]
+    assert sorted(named) == sorted([*flags, *SETTINGS])
+    assert len(named) == 16
+
+
+def test_the_embedded_file_lists_the_defaults(file: Path) -> None:
+    text = (Path(sys.modules[Limits.__module__].__file__ or "").parent / "default.toml").read_text()
+    assert list(tomllib.loads(text)) == SETTINGS
+    config = load()
+    assert {name: getattr(config, name) for name in NUMBERS} == NUMBERS
+    assert ServerConfig(config.profiles, schemes=[]) == config
     profile = Profiles.from_config(config).get(None)
     images = profile.builder.images
     assert images is not None
     assert profile.builder == SequenceBuilder(images=images, scheme="rope-tie", markers=Markers())
     assert (images.backend, images.patch_size, images.spatial_merge_size) == ("pillow", 14, 2)
     assert (profile.name, profile.rotary) == ("default", Rotary(head_dim=128))
+    # A file without profiles keeps this one, and changes only what it names.
+    file.write_text("request_bytes = 2048\n")
+    assert (load(file).profiles, load(file).overload_ms) == (config.profiles, 250)
+    assert (load(file).limits.request_bytes, load(file).limits.message_bytes) == (2048, 2048)
 
 
-def test_a_file_changes_only_the_settings_that_it_names(file: Path) -> None:
-    file.write_text("[limits]\ntokens = 1000\n[concurrency]\nimage_threads = 3\n")
-    config = load(file)
-    assert config.limits == Limits(tokens=1000)
-    assert config.concurrency == Concurrency(image_threads=3)
-    assert config.profiles == load(None).profiles
+def test_the_limits_are_those_of_the_protocol() -> None:
+    known = {field.name for field in info_pb2.Limits.DESCRIPTOR.fields}
+    assert {field.name for field in fields(Limits)} == known - {"views"}
 
 
-def test_profiles_in_a_file_replace_the_embedded_one_and_the_first_is_the_default(file: Path) -> None:
-    file.write_text(
+def test_profiles_are_built_from_their_tables_and_the_first_is_the_default(file: Path) -> None:
+    profiles = built(
+        file,
         """
         [profiles.qwen]
         scheme = { name = "mrope-qwen2.5", tokens_per_second = "25/2" }
@@ -66,29 +79,19 @@ def test_profiles_in_a_file_replace_the_embedded_one_and_the_first_is_the_defaul
         [profiles.tie]
         scheme = { name = "rope-tie-v2", axes = 3, rounding = "floor" }
         markers = { row = 300 }
-        """
+        """,
     )
-    qwen, tie = profiles = list(Profiles.from_config(load(file)))
-    assert [profile.name for profile in profiles] == ["qwen", "tie"]
+    qwen, tie = profiles
     assert qwen.builder.scheme == MRopeQwen25(tokens_per_second=Fraction(25, 2))
     assert qwen.builder.marker_ids == MarkerIds(7, 8, 9)
     images = qwen.builder.images
     assert images is not None
-    assert (images.backend, images.patch_size, images.mean, images.background) == (
-        "pillow",
-        16,
-        (0.5, 0.5, 0.5),
-        (1, 2, 3),
-    )
+    assert (images.patch_size, images.mean, images.background) == (16, (0.5, 0.5, 0.5), (1, 2, 3))
     assert qwen.rotary == Rotary(head_dim=64, axes=3, scaling=Linear(2.0))
     assert tie.builder.marker_ids == MarkerIds(256, 257, 258, 300)
     assert (tie.builder.scheme, tie.rotary) == (RopeTieV2(axes=3, rounding="floor"), None)
-
-
-def test_profiles_are_selected_by_name() -> None:
-    profiles = Profiles.from_config(load(None))
-    assert profiles.get("default") is profiles.get(None) is profiles.default
-    with pytest.raises(InvalidInputError, match=r"^profile: got 'x', want one of 'default'$"):
+    assert profiles.get("qwen") is profiles.get(None) is profiles.default is qwen
+    with pytest.raises(InvalidInputError, match=r"^profile: got 'x', want one of 'qwen', 'tie'$"):
         profiles.get("x")
 
 
@@ -98,85 +101,125 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model.enable_truncation(1)  # truncates every text, as many tokenizer files do
-    model.enable_padding(length=6)
     model.save(str(file.parent / "words.json"))
-    file.write_text('[profiles.words]\ntokenizer = "words.json"\n')
-    builder = Profiles.from_config(load(file)).get("words").builder
-    assert builder.marker_ids == MarkerIds(0, 1, 2)
+    builder = built(file, '[profiles.words]\ntokenizer = "words.json"\n').get("words").builder
+    assert (builder.marker_ids, builder.scheme) == (MarkerIds(0, 1, 2), RopeTie())
     assert builder.build(["b a b"]).input_ids.tolist() == [4, 3, 4]
-    assert builder.scheme == RopeTie()
+
+
+KNOWN = f"want one of {', '.join(SETTINGS)}"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[limits]\ntokens = 'x'\n", "limits.tokens: got 'x', want integer"),
-        ("[limits]\nrequest_bytes = 4294967296\n", "limits.request_bytes: got 4294967296, want <= 2147483647"),
-        (
-            "[limits]\ntoken = 1\n",
-            "limits.token: got an unknown field, want one of request_bytes, message_bytes, response_bytes, "
-            "documents, segments, tokens, images, pixels",
-        ),
-        ("limit = 1\n", "limit: got an unknown field, want one of limits, concurrency, clients, schemes, profiles"),
-        ("[profiles.a]\nimages = 1\n", "profiles.a.images: got 1, want a table"),
+        ("[limits]\ntokens = 1\n", f"limits: got an unknown setting, {KNOWN}"),
+        ("[concurrency]\nmax_in_flight = 1\n", f"concurrency: got an unknown setting, {KNOWN}"),
+        ("request_bytes = 'x'\n", "request_bytes: got 'x', want an integer"),
+        ("request_bytes = 67108865\n", "request_bytes: got 67108865, want <= 67108864"),
+        ("request_bytes = 1.0\n", "request_bytes: got 1.0, want an integer"),
+        ("streams_per_connection = 0\n", "streams_per_connection: got 0, want >= 1"),
+        ("schemes = 'a:B'\n", "schemes: got 'a:B', want a list of"),
+        ("schemes = [1]\n", "schemes[0]: got 1, want text"),
+        ("profiles = 1\n", "profiles: got 1, want a table"),
+        ("[profiles]\na = 1\n", "profiles.a: got 1, want a table"),
+        ("[profiles]\n", "profiles: want at least one, each with a name"),
         (
             "[profiles.a]\nimage = {}\n",
-            "profiles.a.image: got an unknown field, want one of model, scheme, tokenizer, markers, images, rotary",
+            "profiles.a.image: got an unknown setting, want one of model, scheme, tokenizer, markers, images, rotary",
         ),
-        (
-            "[profiles.a.images]\nsize = 1\n",
-            "profiles.a.images.size: got an unknown field, want one of backend, patch_size, spatial_merge_size, "
-            "min_pixels, max_pixels, max_tokens, order, dtype, mean, std, background, max_source_pixels, "
-            "small_images, scaled_decoding",
-        ),
-        ("[profiles.a.images]\npatch_size = 'x'\n", "profiles.a.images.patch_size: got 'x', want an integer"),
+        ("[profiles.a]\nimages = 1\n", "profiles.a.images: got 1, want a table"),
+        ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want text or a table"),
+        ("[profiles.a.images]\nsize = 1\n", "profiles.a.images.size: got an unknown setting, want one of backend, "),
         ("[profiles.a.images]\nmean = 1.0\n", "profiles.a.images.mean: got 1.0, want three finite numbers"),
+        ("[profiles.a.images]\nbackend = 'cv'\n", "profiles.a.images.backend: got 'cv', want one of 'torchvision', "),
+        ("[profiles.a.markers]\nstart = 1\n", "profiles.a.markers.start: got an unknown setting, want one of begin, "),
         ("[profiles.a.markers]\npatch = 1.5\n", "profiles.a.markers.patch: got 1.5, want an integer"),
-        (
-            "[profiles.a.markers]\nstart = 1\n",
-            "profiles.a.markers.start: got an unknown field, want one of begin, end, patch, row, last_row, video, "
-            "audio, audio_begin, audio_end",
-        ),
-        ("[profiles]\n", "profiles: got {}, want at least one profile, each with a name"),
-        ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want string"),
+        ("[profiles.a.markers]\nbegin = '<i>'\n", "profiles.a.markers.begin: got '<i>', want a token with a single id"),
         (
             "[profiles.a]\nscheme = { name = 'rope-tie', stride = 1 }\n",
-            "profiles.a.scheme.stride: scheme 'rope-tie' has no such parameter",
+            "profiles.a.scheme: got 'stride' of 'rope-tie', want axes",
         ),
         (
             "[profiles.a]\nscheme = { name = 'mrope-qwen2.5', tokens_per_second = 'x' }\n",
             "profiles.a.scheme.tokens_per_second: got 'x', want a number or a fraction such as \"25/2\"",
         ),
-        (
-            "[profiles.a.markers]\nbegin = '<img>'\n",
-            "profiles.a.markers.begin: got '<img>', want a token with a single id in the tokenizer",
-        ),
-        (
-            "[profiles.a.images]\nbackend = 'opencv'\n",
-            "profiles.a.images.backend: got 'opencv', want one of 'torchvision', 'pillow'",
-        ),
         ("[profiles.a.rotary]\nhead_dim = 0\n", "profiles.a.rotary.head_dim: got 0, want >= 2"),
-        ("[profiles.a.rotary]\n", "profiles.a.rotary: got [], want head_dim among them"),
+        (
+            "[profiles.a]\ntokenizer = 'none.json'\n",
+            "profiles.a.tokenizer: got 'none.json', want \"bytes\" or the path",
+        ),
         ("a = \n", "want valid TOML (Invalid value (at line 1, column 5))"),
     ],
 )
-def test_an_error_in_a_file_is_reported_in_one_line(file: Path, text: str, message: str) -> None:
-    assert mistake(file, text) == message
+def test_check_reports_a_mistake_in_one_line_with_status_2(
+    file: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(text)
+    assert main(["--check", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"mmpos_server: error: {file}: {message}")
 
 
-def test_an_unreadable_file_is_reported(file: Path) -> None:
-    with pytest.raises(InvalidInputError) as raised:
-        load(file)
-    assert str(raised.value) == f"{file}: got No such file or directory, want a file that can be read"
+def test_check_accepts_valid_settings_with_one_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("overload_ms = 100\n[profiles.a]\n[profiles.b]\nscheme = 'mrope'\n")
+    assert main(["--check", str(file)]) == 0
+    assert capsys.readouterr() == (f"{file}: the settings and the profiles a, b are valid\n", "")
+    file.unlink()
+    assert main(["--check", str(file)]) == 2
+    want = f"{file}: got No such file or directory, want a file that can be read"
+    assert capsys.readouterr().err == f"mmpos_server: error: {want}\n"
     file.write_bytes(b"\xff")
-    with pytest.raises(InvalidInputError, match="got bytes that are not UTF-8"):
-        load(file)
+    assert main(["--config", str(file)]) == 2
+    assert "got bytes that are not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--listen", "unix:s", "--workers", "2"],
+            "--workers: got 2 with --listen unix:PATH, which allows one process",
+        ),
+        (
+            ["--listen", "127.0.0.1:1", "--listen", "[::1]:1"],
+            "--listen: got 127.0.0.1:1 and [::1]:1, want one HOST:PORT, one unix:PATH, or both",
+        ),
+        (["--listen", "50051"], "--listen: got '50051', want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"),
+        (
+            ["--metrics", "::1:9090"],
+            "--metrics: got '::1:9090', want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051",
+        ),
+        (["--tls-cert", "c"], "--tls-cert requires both --tls-cert and --tls-key"),
+        (["--tls-client-ca", "c"], "--tls-client-ca requires both --tls-cert and --tls-key"),
+        (
+            ["--listen", "unix:s", "--tls-cert", "c", "--tls-key", "k"],
+            "--tls-cert requires --listen HOST:PORT: a unix socket is never encrypted",
+        ),
+        (
+            ["--listen", "0.0.0.0:0", "--token-file", "t"],
+            "--token-file requires --tls-cert and --tls-key, or a loopback host; "
+            "others could read the tokens on 0.0.0.0",
+        ),
+        (["--config", "a", "--check", "b"], "--check: got --config too, want one settings file"),
+        (["--metrics-port", "1"], "No such option: --metrics-port"),
+        (["--listen", "192.0.2.1:0"], "--listen: got 192.0.2.1:0 (Cannot assign requested address), want an address"),
+        (["--listen", "nowhere.invalid:0"], "--listen: got nowhere.invalid:0 ("),
+    ],
+)
+def test_flags_that_are_wrong_or_contradict_each_other_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"mmpos_server: error: {message}")
 
 
 def test_missing_tokenizers_are_reported_with_the_pip_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    file.write_text("[profiles.a]\ntokenizer = 'x.json'\n")
-    with pytest.raises(ImportError) as raised:
-        Profiles.from_config(load(file))
-    want = 'install it with: pip install "multimodal-positions[tokenizers]" (in a clone: pip install ".[tokenizers]")'
-    assert str(raised.value) == f"{file}: profiles.a.tokenizer: 'x.json': tokenizers is not installed; {want}"
+    with pytest.raises(
+        ImportError, match=r"profiles\.a\.tokenizer: 'x\.json': tokenizers is not installed; install it"
+    ):
+        built(file, "[profiles.a]\ntokenizer = 'x.json'\n")

@@ -181,7 +181,7 @@ def test_a_log_that_nobody_reads_keeps_nobody_waiting() -> None:
 
 @pytest.mark.parametrize("flags", [[], ["--workers", "2"]])
 def test_a_log_that_nobody_reads_blocks_neither_calls_nor_the_exit(torchless: dict[str, str], flags: list[str]) -> None:
-    command = [sys.executable, "-m", "mmpos_server", "--port", "0", *flags]
+    command = [sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0", *flags]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, env=torchless) as process:
         try:
@@ -231,8 +231,8 @@ def test_secrets_readable_by_other_users_cause_warnings(tmp_path: Path, capsys: 
         path.chmod(0o644)
     event = "every user of this machine may read a secret"
     assert warned(Listen(tls=TlsFiles(cert, key), token_file=tokens), capsys) == [
-        {"event": event, "setting": "token-file", "file": str(tokens)},
-        {"event": event, "setting": "tls-key", "file": str(key)},
+        {"event": event, "file": str(tokens)},
+        {"event": event, "file": str(key)},
     ]
 
 
@@ -241,7 +241,7 @@ def test_a_server_with_workers_warns_once(start: Start, tmp_path: Path) -> None:
     tokens.write_text("alice alice-alice-alice-1\n")
     tokens.chmod(0o644)
     server = start("--token-file", str(tokens), "--workers", "2")
-    assert [line["setting"] for line in server.lines() if line["level"] == "warning"] == ["token-file"]
+    assert [line["file"] for line in server.lines() if line["level"] == "warning"] == [str(tokens)]
 
 
 def test_logging_is_restored_after_the_server_ends(capsys: pytest.CaptureFixture[str]) -> None:

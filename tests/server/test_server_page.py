@@ -37,33 +37,15 @@ def shown(port: int = 0, host: str = "127.0.0.1") -> AbstractContextManager[int]
 
 
 def test_known_paths_are_answered_and_all_others_are_not_found() -> None:
-    with shown() as port:
-        assert answer(port, "/livez") == (200, "live\n")
-        assert answer(port, "/readyz") == (200, "ready\n")
+    live, ready = threading.Event(), threading.Event()
+    with exposed(CollectorRegistry(), live.is_set, ready.is_set, "127.0.0.1", 0) as port:
+        for event, path in ((live, "/livez"), (ready, "/readyz")):
+            assert answer(port, path) == (503, "503 Service Unavailable\n")
+            event.set()
+            assert answer(port, path) == (200, "200 OK\n")
         assert answer(port, "/metrics") == (200, "")
-        assert answer(port, "/livez", "HEAD") == (200, "")
         assert [status(port, path) for path in ("/", "/metric", "/livez/", "/readyz?verbose")] == [404, 404, 404, 200]
-        assert answer(port, "/metrics", "POST")[0] == 501
-
-
-def test_a_server_that_has_stopped_working_is_not_live() -> None:
-    live = threading.Event()
-    with exposed(CollectorRegistry(), live.is_set, lambda: True, "127.0.0.1", 0) as port:
-        assert answer(port, "/livez") == (503, "the server has stopped working\n")
-        live.set()
-        assert answer(port, "/livez") == (200, "live\n")
-
-
-def test_silent_and_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "SECONDS", 0.2)
-    with shown() as port:
-        connections = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(50)]
-        for connection in connections[25:]:
-            connection.sendall(b"GET /livez HTTP/1.1\r\nX")
-        assert status(port, "/livez") == 200
-        for connection in connections:
-            with connection:
-                assert ended(connection)
+        assert answer(port, "/metrics", "POST")[0] == 405
 
 
 def ended(connection: socket.socket) -> bool:
@@ -76,15 +58,28 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-def test_the_oldest_connections_are_closed_to_admit_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "SECONDS", 600.0)
-    monkeypatch.setattr(page, "MOST_CONNECTIONS", 8)
+@pytest.mark.parametrize(("seconds", "most"), [(0.5, 64), (600.0, 12)])
+def test_slow_and_excess_connections_are_closed_and_start_no_thread(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, most: int
+) -> None:
+    monkeypatch.setattr(page, "SECONDS", seconds)
+    monkeypatch.setattr(page, "BUSY_SECONDS", seconds)
+    monkeypatch.setattr(page, "MOST_CONNECTIONS", most)
     with shown() as port, ExitStack() as opened:
+        before = threading.active_count()
         connections = [
-            opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(20)
+            opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(40)
         ]
+        for connection in connections[::2]:
+            connection.sendall(b"GET /livez HTTP/1.1\r\nX")
+        if seconds < 600:
+            assert all(map(ended, connections))
+        else:
+            assert all(map(ended, connections[:28]))
+        assert threading.active_count() == before
+        for connection in connections:
+            connection.close()
         assert status(port, "/livez") == 200
-        assert all(ended(connection) for connection in connections[:12])
 
 
 def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
@@ -92,29 +87,36 @@ def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
     port = other.getsockname()[1]
     with other, pytest.raises(InvalidInputError) as taken, shown(port):
         pass
-    assert str(taken.value) == f"metrics-port: {port} is in use on 127.0.0.1, want a free port"
-    with pytest.raises(InvalidInputError) as strange, shown(0, "nowhere.invalid"):
+    want = "(Address already in use), want a free port (0 picks one)"
+    assert str(taken.value) == f"--metrics: got 127.0.0.1:{port} {want}"
+    with pytest.raises(InvalidInputError, match=r"^--metrics: got nowhere\.invalid:0 \("), shown(0, "nowhere.invalid"):
         pass
-    assert str(strange.value).startswith("metrics-host: got 'nowhere.invalid' (")
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_server_that_is_about_to_stop_is_live_but_not_ready(start: Start, workers: str) -> None:
+def test_the_page_of_a_server_has_its_own_address_and_is_not_ready_while_the_server_stops(
+    start: Start, workers: str
+) -> None:
     port, host, before = free_port(), "127.0.0.2", time.time()
-    flags = ["--metrics-host", host, "--metrics-port", str(port), "--notice-seconds", "600", "--workers", workers]
-    server = start(*flags)
+    server = start("--metrics", f"{host}:{port}", "--workers", workers)
     assert [status(port, path, host) for path in ("/readyz", "/livez")] == [200, 200]
     _, metrics = answer(port, "/metrics", host=host)
     assert re.search(f'^mmpos_build_info{{.*version="{re.escape(version())}".*}} 1', metrics, re.MULTILINE)
-    (started,) = re.findall(r"^mmpos_start_time_seconds (\S+)$", metrics, re.MULTILINE)
-    assert before <= float(started) <= time.time()
+    (began,) = re.findall(r"^mmpos_start_time_seconds (\S+)$", metrics, re.MULTILINE)
+    assert before <= float(began) <= time.time()
+    assert re.search("^process_resident_memory_bytes", metrics, re.MULTILINE)
     with pytest.raises(ConnectionRefusedError):
         status(port, "/livez")
-    server.process.terminate()
-    assert eventually(lambda: answer(port, "/readyz", host=host) == (503, "not serving\n"))
-    assert status(port, "/livez", host) == 200
+    seen: set[int] = set()
 
-    # Two signals that arrive before a process handles the first of them count as one.
-    assert eventually(lambda: [line["event"] for line in server.lines()].count("draining") == int(workers))
+    def stopped() -> bool:
+        try:
+            seen.add(status(port, "/readyz", host))
+        except OSError:
+            return True
+        return False
+
     server.process.terminate()
+    assert eventually(stopped)
+    assert 503 in seen
     assert server.end()[0] == 0

@@ -66,7 +66,7 @@ class NeedsWidth(Plain):
         pass
 
 
-flatten = Flatten()
+WIDE = DiagonalTie(step=2)
 '''
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
 IDS = [[0, 1, 2, 3, 3, 3, 4, 4, 4, 8, 9], [0, 1, 2, 3, 4, 5, 4, 5, 6, 8, 9]]
@@ -113,12 +113,11 @@ def test_workers_serve_a_scheme_of_the_users_own_like_any_other(start: Start, mo
     [
         ("served_schemes", "has no attribute ''"),
         ("nowhere:Own", "No module named 'nowhere'"),
-        ("served_schemes:Missing", "has no attribute 'Missing'"),
         ("served_schemes:Unfinished", "TypeError: Can't instantiate abstract class Unfinished"),
         ("served_schemes:NeedsWidth", "missing 1 required positional argument: 'width'"),
-        ("served_schemes:Nameless", "(which is not the class of a Scheme with a name and axes)"),
-        ("served_schemes:flatten", "(which is not the class of a Scheme with a name and axes)"),
-        ("pathlib:Path", "(which is not the class of a Scheme with a name and axes)"),
+        ("served_schemes:Nameless", "without name, want a Scheme with name and axes"),
+        ("served_schemes:WIDE", ", an object with parameters, want its class"),
+        ("pathlib:Path", ", which is PosixPath, want a Scheme"),
         ("served_schemes:Taken", "but the name 'flatten' is already taken"),
     ],
 )

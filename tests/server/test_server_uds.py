@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server_program import Start
 
 from mmpos import SegmentTable, Text, place
 from mmpos.client import Client
 from mmpos.errors import InvalidInputError
-from mmpos_server.__main__ import main
 from mmpos_server.listening import Listen, bind_uds
 from mmpos_server.testing import running
 
@@ -38,24 +34,20 @@ def umask_0() -> Iterator[None]:
 
 
 def mistake(uds: Path) -> str:
-    with pytest.raises(InvalidInputError) as raised, running(listen=Listen(tcp=False, uds=uds)):
-        pass
-    return str(raised.value)
+    with pytest.raises(InvalidInputError) as raised:
+        bind_uds(uds, lambda address: None)
+    return str(raised.value).replace(str(uds), "PATH")
 
 
 @pytest.mark.usefixtures("umask_0")
-def test_only_this_user_may_connect_to_a_socket_and_it_is_removed_at_exit(path: Path) -> None:
-    with running(listen=Listen(tcp=False, uds=path)) as address:
-        assert address == f"unix:{path}"
+def test_only_this_user_may_connect_to_a_socket_from_the_moment_it_exists_and_it_is_removed_at_exit(path: Path) -> None:
+    with running(listen=Listen(uds=path)) as port:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with Client(address) as client:
-            assert (client.place(SEGMENTS).dense() == place(SEGMENTS).dense()).all()
-    assert list(path.parent.iterdir()) == []
-    assert os.umask(0) == 0
-
-
-@pytest.mark.usefixtures("umask_0")
-def test_no_other_user_may_connect_to_a_socket_from_the_moment_it_exists(path: Path) -> None:
+        assert mistake(path) == "--listen: got unix:PATH (in use), want a path to listen on"
+        for address in (port, f"unix:{path}"):
+            with Client(address) as client:
+                assert (client.place(SEGMENTS).dense() == place(SEGMENTS).dense()).all()
+    assert not path.exists()
     seen = []
     with socket.socket(socket.AF_UNIX) as server:
 
@@ -64,34 +56,18 @@ def test_no_other_user_may_connect_to_a_socket_from_the_moment_it_exists(path: P
             seen.append(stat.S_IMODE(path.stat().st_mode))
 
         bind_uds(path, add)
-    assert seen == [0o600]
+    assert (seen, os.umask(0)) == ([0o600], 0)
 
 
-def test_a_port_and_a_socket_are_served_together(path: Path) -> None:
-    with running(listen=Listen(uds=path)) as address:
-        for target in (address, f"unix:{path}"):
-            with Client(target) as client:
-                assert client.healthy()
-
-
-def test_the_path_of_a_live_server_is_reported_as_in_use(path: Path) -> None:
-    with running(listen=Listen(tcp=False, uds=path)) as address, Client(address) as client:
-        assert mistake(path) == f"uds: {path} is in use, want a free path"
-        assert client.healthy()
-
-
-def test_a_socket_that_does_not_refuse_connections_is_reported_as_in_use(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.bind(str(path))
-        assert mistake(path) == f"uds: {path} is in use, want a free path"
-        assert path.is_socket()
-
-
-def test_a_socket_that_nobody_listens_on_is_replaced(path: Path) -> None:
+def test_a_socket_is_replaced_only_if_nobody_listens_on_it(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
     with running(listen=Listen(tcp=False, uds=path)) as address, Client(address) as client:
         assert client.healthy()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        assert mistake(path) == "--listen: got unix:PATH (in use), want a path to listen on"
+        assert path.is_socket()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
@@ -103,47 +79,23 @@ def test_any_other_file_at_the_path_is_left_unchanged(path: Path, kind: str) -> 
     else:
         path.symlink_to("elsewhere")
     before = path.lstat()
-    assert mistake(path) == f"uds: {path} is not a socket, want a free path"
+    assert mistake(path) == "--listen: got unix:PATH (not a socket), want a path to listen on"
     assert path.lstat() == before
 
 
-def test_an_impossible_path_is_refused(path: Path) -> None:
-    missing = path.parent / "none" / "socket"
-    assert mistake(missing) == f"uds: got {missing}, want a path in a folder that exists"
-    longest = path.parent / ("x" * (106 - len(str(path.parent))))
-    with running(listen=Listen(tcp=False, uds=longest)) as address, Client(address) as client:
+def test_a_path_where_nothing_can_listen_is_refused(path: Path) -> None:
+    for wrong in (path.parent / "none" / "socket", path.parent / ("x" * 200)):
+        with pytest.raises(InvalidInputError) as raised, running(listen=Listen(tcp=False, uds=wrong)):
+            pass
+        assert str(raised.value).startswith(f"--listen: got unix:{wrong} (")
+
+
+def test_the_program_prints_its_addresses_and_removes_its_socket(start: Start, path: Path) -> None:
+    server = start("--listen", "127.0.0.1:0", "--listen", f"unix:{path}")
+    assert server.process.stdout is not None
+    assert server.process.stdout.readline() == f"mmpos_server listening on unix:{path}\n"
+    with Client(f"unix:{path}") as client:
         assert client.healthy()
-    long = Path(f"{longest}x")
-    assert mistake(long) == f"uds: got a path of 108 bytes, want <= 107: {long}"
-
-
-def test_a_folder_that_the_server_may_not_read_is_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(path: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", path)
-
-    monkeypatch.setattr(Path, "lstat", closed)
-    assert mistake(path) == f"uds: got {path} (Permission denied), want a path to listen on"
-
-
-def test_contradictory_flags_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        (["--workers", "2"], "--uds cannot be combined with 2 workers: processes cannot share a unix socket"),
-        (["--tls-cert", "c", "--tls-key", "k"], "tls-cert requires --port: a unix socket is never encrypted"),
-    ):
-        assert main(["--uds", "s", *arguments]) == 2
-        assert capsys.readouterr() == ("", f"mmpos_server: error: {message}\n")
-
-
-@pytest.mark.slow
-def test_the_program_prints_its_addresses_and_removes_its_socket(path: Path) -> None:
-    command = [sys.executable, "-m", "mmpos_server", "--uds", str(path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("mmpos_server listening on 127.0.0.1:")
-            assert process.stdout.readline() == f"mmpos_server listening on unix:{path}\n"
-            assert path.is_socket()
-        finally:
-            process.send_signal(signal.SIGTERM)
-            rest, _ = process.communicate(timeout=60)
-    assert (process.returncode, rest, path.exists()) == (0, "", False)
+    server.process.terminate()
+    assert server.end()[0] == 0
+    assert not path.exists()

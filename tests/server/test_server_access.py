@@ -250,10 +250,7 @@ def test_tls_and_a_token_can_both_be_required_and_the_token_names_the_client(fil
         place = address.replace("0.0.0.0", "127.0.0.1")
         results = [ask(place, carol), ask(place, carol, bearer(BOB)), ask(place, nobody, bearer(BOB))]
         assert results == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
-    assert [line["client"] for line in logs.lines() if line["event"] == "call" and line["status"] == "OK"] == [
-        "carol",
-        "bob",
-    ]
+    assert [line["client"] for line in logs.lines() if line.get("status") == "OK"] == ["carol", "bob"]
 
 
 @pytest.mark.slow

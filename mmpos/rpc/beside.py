@@ -12,6 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import EncodeError, Message
 
+from mmpos.errors import LimitExceededError
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.support import native
 
@@ -32,10 +34,14 @@ LEAST_BYTES = 2**16
 
 Data = npt.NDArray[np.uint8]
 Piece = bytes | memoryview
-Paths = Mapping[int, "Paths | None"]
-"""Fields by number: nested paths for messages that contain tensors, None for the data of a tensor."""
+Fields = Mapping[int, tuple[str, "Fields | None"]]
+"""Fields that hold messages: a repeated field's name, else "", and the fields of its messages that do so in turn.
+Fields that hold the data or the shape of a tensor have None, and the latter its name.
+"""
 
 M = TypeVar("M", bound=Message)
+
+_UNLIMITED: Mapping[str, int] = MappingProxyType({})
 
 # The mark replaces a tensor in a message, followed by the tensor's position and size; it is random, so that nobody can
 # forge it.
@@ -43,8 +49,10 @@ _MARK = secrets.token_bytes(16)
 _PLACE = struct.Struct("<QQ")
 _MARK_BYTES = len(_MARK) + _PLACE.size
 
-_MOST_FIELDS = 64
-"""Maximum number of fields of a message that are searched for large tensors; a tensor itself has few fields."""
+_MOST_FIELDS, _SHAPE_BYTES = 64, 80
+"""Maximum number of fields in a message of a request, apart from repeated messages, and size of the shape of a tensor
+in bytes: 8 numbers of up to 10 bytes. No encoder writes more.
+"""
 
 _MOST_BYTES = 2**31 - 1
 """Maximum size of a message in bytes."""
@@ -89,14 +97,27 @@ class Beside:
         """
         return kind.FromString(self.marked(kind, raw))
 
-    def marked(self, kind: type[Message], raw: bytes) -> bytes:
-        """Return the bytes of a message with marks in place of its large tensors, which ``data`` then reads."""
+    def marked(self, kind: type[Message], raw: bytes, most: Mapping[str, int] = _UNLIMITED) -> bytes:
+        """Return the bytes of a message with marks in place of its large tensors, which ``data`` then reads.
+
+        Args:
+            kind: type of the message.
+            raw: bytes of the message; below LEAST_BYTES, they are returned as they are.
+            most: maximum number of messages in each of these repeated fields, and of all other "fields".
+
+        Raises:
+            LimitExceededError: the message has more of them, so it must not be parsed: protobuf would create an object
+                of up to 300 bytes for two bytes of the message.
+        """
         self._raw = raw
-        paths = _paths(kind.DESCRIPTOR) if len(raw) >= LEAST_BYTES else {}
-        places = _large_of(raw, 0, len(raw), paths) if paths else []
-        if not places:
+        if len(raw) < LEAST_BYTES:
             return raw
-        marks: deque[tuple[int, Piece]] = deque((begin, _MARK + _PLACE.pack(begin, size)) for begin, size in places)
+        search = _Search(raw, most)
+        if not search.look(0, len(raw), _fields(kind.DESCRIPTOR)) or not search.tensors:
+            return raw
+        marks: deque[tuple[int, Piece]] = deque(
+            (begin, _MARK + _PLACE.pack(begin, size)) for begin, size in search.tensors
+        )
         pieces, _ = _filled(raw, 0, len(raw), marks)
         return b"".join(pieces)
 
@@ -127,49 +148,86 @@ def _joined(pieces: Iterable[Piece]) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _paths(kind: Descriptor) -> Paths:
-    """Return the fields of a message that contain tensors, except repeated ones."""
+def _fields(kind: Descriptor) -> Fields:
+    """Return the fields of a message that hold messages, or the data and the shape of a tensor."""
     if kind is pb.Tensor.DESCRIPTOR:
-        return {kind.fields_by_name["data"].number: None}
-    inner = {
-        field.number: _paths(field.message_type)
+        return {kind.fields_by_name["data"].number: ("", None), kind.fields_by_name["shape"].number: ("shape", None)}
+    return {
+        field.number: (field.name if field.is_repeated else "", _fields(field.message_type))
         for field in kind.fields
-        if field.message_type is not None and not field.is_repeated
+        if field.message_type is not None
     }
-    return {number: paths for number, paths in inner.items() if paths}
 
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # low bits of a tag
+_VARINT, _FIXED64, _LENGTH, _GROUP, _END_GROUP, _FIXED32 = range(6)  # low bits of a tag
 
 
-def _large_of(raw: bytes, begin: int, end: int, paths: Paths) -> list[tuple[int, int]]:
-    """Find the large tensors of a message as (offset, size) pairs; return an empty list if the message is unusual."""
-    places: list[tuple[int, int]] = []
-    at = begin
-    try:
-        for _ in range(_MOST_FIELDS):
-            if at == end:
-                return places
-            tag, at = _varint(raw, at)
-            kind, length = tag & 7, 0
-            if kind == _VARINT:
-                _, at = _varint(raw, at)
-            elif kind in (_FIXED64, _FIXED32):
-                length = 8 if kind == _FIXED64 else 4
-            elif kind == _LENGTH:
-                length, at = _varint(raw, at)
-            else:
-                return []
-            stop = at + length
-            if stop > end:
-                return []
-            if kind == _LENGTH and length >= LEAST_BYTES and tag >> 3 in paths:
-                inner = paths[tag >> 3]
-                places += [(at, length)] if inner is None else _large_of(raw, at, stop, inner)
-            at = stop
-    except (IndexError, OverflowError):
-        pass
-    return []
+class _Search:
+    """Search for large tensors in a message that counts what it passes, without creating an object per field."""
+
+    def __init__(self, raw: bytes, most: Mapping[str, int]) -> None:
+        self._raw, self._most, self._left = raw, most, dict(most)
+        self.tensors: list[tuple[int, int]] = []  # offset and size of each
+
+    def look(self, at: int, end: int, known: Fields, alone: bool = True) -> bool:
+        """Look at the fields of a message; return False if protobuf refuses it, or reads parts of it otherwise.
+
+        Args:
+            at: offset of the message.
+            end: offset of its end.
+            known: its fields.
+            alone: whether no repeated field contains it; only then are its tensors returned.
+        """
+        raw, whole, fields = self._raw, True, 0
+        try:
+            while at < end:
+                tag, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
+                kind, length, name = tag & 7, 0, ""
+                if kind == _LENGTH:
+                    length, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
+                    if at + length > end:
+                        return False
+                    if tag >> 3 in known:
+                        name, inner = known[tag >> 3]
+                        if inner is None:
+                            self._look_at_tensor(at, length, name, alone)
+                        else:
+                            if name:
+                                self._count(name)
+                            if inner and length:
+                                whole &= self.look(at, at + length, inner, alone and not name)
+                elif kind == _VARINT:
+                    _, at = _varint(raw, at)
+                elif kind in (_FIXED64, _FIXED32):
+                    length = 8 if kind == _FIXED64 else 4
+                elif kind in (_GROUP, _END_GROUP):
+                    whole = False  # of an unknown field; what is inside is counted like what is outside
+                else:
+                    return False
+                at += length
+                if not name:
+                    fields += 1
+                    self._count("fields")
+                    if fields > _MOST_FIELDS and self._most:
+                        want = f"at most {_MOST_FIELDS} in one message, with packed numbers"
+                        raise LimitExceededError(f"fields: got over {_MOST_FIELDS}, want {want}")
+        except (IndexError, OverflowError):
+            return False
+        return whole and at == end
+
+    def _look_at_tensor(self, at: int, length: int, name: str, alone: bool) -> None:
+        if not name and length >= LEAST_BYTES and alone:
+            self.tensors.append((at, length))
+        elif name and length > _SHAPE_BYTES and self._most:
+            raise LimitExceededError(f"{name}: got {length} bytes, want at most {_SHAPE_BYTES}, 8 axes")
+
+    def _count(self, name: str) -> None:
+        left = self._left.get(name)
+        if left is not None:
+            if left == 0:
+                most = self._most[name]
+                raise LimitExceededError(f"{name}: got over {most}, want at most {most} in one request to this server")
+            self._left[name] = left - 1
 
 
 def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]]) -> tuple[list[Piece], int]:

@@ -146,8 +146,11 @@ _NAMES = {
 DATA_TYPES = {name: number for number, name in _NAMES.items()}
 """Enum numbers of data types by their names in numpy and torch."""
 
-# numpy has no bfloat16, so its bits pass through numpy as uint16.
-_LITTLE_ENDIAN = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in DATA_TYPES}
+# numpy has no bfloat16, so its bits pass through numpy as uint16. Written as "<i8", a type is the native one on
+# little-endian machines; newbyteorder("<") makes one that the extension declines.
+_LITTLE_ENDIAN = {
+    name: np.dtype("<" + np.dtype("uint16" if name == "bfloat16" else name).str[1:]) for name in DATA_TYPES
+}
 
 
 def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor, beside: Beside | None = None) -> None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote
 
 from mmpos.errors import ServiceUnauthenticatedError
+from mmpos.rpc import beside
 from mmpos.rpc.errors import get_token
 from mmpos_server.call import Call, GoneError
-from mmpos_server.limits import check
+from mmpos_server.limits import check, most_fields
 from mmpos_server.methods import Failure, failure, refused_by
 from mmpos_server.telemetry import MethodMetrics
 from mmpos_server.transit import Transport
@@ -157,9 +158,10 @@ class ServerContext:
         """
         call.request_bytes = len(raw)
         began = perf_counter()
-        marked = call.beside.marked(kind, raw)
+        limits = self.config.limits
+        marked = raw if len(raw) < beside.LEAST_BYTES else call.beside.marked(kind, raw, most_fields(limits))
         if not bulky:
-            check("message_bytes", len(marked), self.config.limits)
+            check("message_bytes", len(marked), limits)
         message = kind.FromString(marked)
         call.stages.append(("decode", perf_counter() - began))
         return message

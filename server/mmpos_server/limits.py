@@ -29,10 +29,23 @@ __all__ = [
     "check_table",
     "check_view",
     "dense_bytes",
+    "most_fields",
 ]
 
-MAX_VIEWS = 16
-"""Maximum number of views in a query."""
+MAX_VIEWS, MAX_SCALINGS = 16, 1024
+"""Maximum number of views in a query, and of scalings, one for each axis, in a rotation."""
+
+
+def most_fields(limits: Limits) -> dict[str, int]:
+    """Return how many messages each repeated field of a request may hold, for ``Beside.marked`` to count."""
+    return {
+        "fields": limits.segments + 2**16,
+        "documents": limits.documents,
+        "parts": limits.segments,
+        "seconds_per_frame": limits.segments,
+        "views": MAX_VIEWS,
+        "axis_scaling": MAX_SCALINGS,
+    }
 
 
 def check(name: str, got: float, limits: Limits) -> None:

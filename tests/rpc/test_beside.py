@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from message_strategies import messages, tensor
 from mutations import mutate
 
+from mmpos.errors import LimitExceededError
 from mmpos.rpc import beside
 from mmpos.rpc.beside import Beside
 from mmpos.rpc.tensors import get_tensor, integer_lists, put_tensor
@@ -71,6 +72,29 @@ def examples() -> list[Message]:
     ]
 
 
+def build(*parts: int) -> Message:
+    """Return a request of documents with this many parts."""
+    documents = [sequences_pb2.Document(parts=[sequences_pb2.Part(text="a")] * number) for number in parts]
+    return sequences_pb2.BuildRequest(query=sequences_pb2.SequencesQuery(documents=documents))
+
+
+def placed(views: int = 0, times: int = 0) -> Message:
+    segments = table_pb2.SegmentTable(seconds_per_frame=[table_pb2.Rational()] * times)
+    query = positions_pb2.PositionsQuery(segments=segments, views=[positions_pb2.View()] * views)
+    return positions_pb2.PlaceRequest(query=query)
+
+
+def scaled(axes: int) -> Message:
+    rotary = rotary_pb2.Rotary(axis_scaling=[rotary_pb2.Scaling()] * axes)
+    return rotary_pb2.RotateRequest(rotary=rotary_pb2.RotarySettings(rotary=rotary))
+
+
+def shaped(axes: int) -> Message:
+    part = sequences_pb2.Part(token_ids=tensor_pb2.Tensor(shape=[1] * axes))
+    document = sequences_pb2.Document(parts=[part])
+    return sequences_pb2.BuildRequest(query=sequences_pb2.SequencesQuery(documents=[document]))
+
+
 @pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
 def test_valid_and_malformed_messages_are_parsed_as_by_protobuf(
     message: Message, monkeypatch: pytest.MonkeyPatch
@@ -87,15 +111,38 @@ def test_valid_and_malformed_messages_are_parsed_as_by_protobuf(
     assert 100 < sum(parse_plain(kind, case) is None for case in cases) < len(cases) - 100
 
 
-def test_a_message_with_many_fields_is_left_to_protobuf() -> None:
-    q = tensor(np.zeros(2**16, np.uint8), "uint8")
-    for fields, result in ((10, 1), (100, 0)):
-        # Begin with unknown numeric fields.
-        raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()
-        kept = Beside()
-        message = kept.parse(rotary_pb2.RotateRequest, raw)
-        assert (len(message.q.data) < 100) == result
-        assert bytes(kept.data(message.q)) == q.data
+MOST = {"fields": 90, "documents": 3, "parts": 5, "views": 2, "seconds_per_frame": 4, "axis_scaling": 1}
+OVER: dict[str, tuple[Message, Message, str]] = {
+    "documents": (build(*[0] * 3), build(*[0] * 4), "documents: got over 3, want at most 3"),
+    "parts": (build(2, 0, 3), build(2, 1, 3), "parts: got over 5, want at most 5"),
+    "views": (placed(views=2), placed(views=3), "views: got over 2, want at most 2"),
+    "times": (placed(times=4), placed(times=5), "seconds_per_frame: got over 4, want at most 4"),
+    "scalings": (scaled(1), scaled(2), "axis_scaling: got over 1, want at most 1"),
+    "axes": (shaped(80), shaped(81), "shape: got 81 bytes, want at most 80, 8 axes"),
+}
+
+
+@pytest.mark.parametrize(("fits", "over", "message"), OVER.values(), ids=OVER)
+def test_repeated_messages_are_counted_before_they_are_parsed(
+    monkeypatch: pytest.MonkeyPatch, fits: Message, over: Message, message: str
+) -> None:
+    monkeypatch.setattr(beside, "LEAST_BYTES", 1)
+    assert Beside().marked(type(fits), fits.SerializeToString(), MOST) == fits.SerializeToString()
+    for prefix in (b"", b"\x8b\x06\x8c\x06", b"\x98\x06\xff\1", b"\xaa\x06\2\x0a\0"):  # unknown fields, one a group
+        with pytest.raises(LimitExceededError, match=f"^{message}"):
+            Beside().marked(type(over), prefix + over.SerializeToString() + b"\xff", MOST)
+    assert Beside().marked(type(over), over.SerializeToString()) == over.SerializeToString()  # an answer
+
+
+@pytest.mark.parametrize(
+    ("raw", "most"),
+    [(b"\x98\x06\1" * 65, 64), (b"\x12\0\x1a\0" * 33, 64), ((b"\x0a\x5a" + b"\x98\x06\1" * 30) * 4, 90)],
+    ids=["numbers", "messages by turns", "messages within messages"],
+)
+def test_other_fields_are_counted(monkeypatch: pytest.MonkeyPatch, raw: bytes, most: int) -> None:
+    monkeypatch.setattr(beside, "LEAST_BYTES", 1)
+    with pytest.raises(LimitExceededError, match=f"^fields: got over {most}, want at most {most} in one"):
+        Beside().marked(positions_pb2.PlaceRequest, raw, MOST)
 
 
 def test_an_endless_number_is_refused_immediately() -> None:

@@ -70,16 +70,10 @@ class Beside:
         """Total bytes of the tensors beside the message."""
         return sum(data.size for data in self._large)
 
-    def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Keep the bytes of a large tensor for ``serialize``; they must not change until then.
-
-        Return False for a small tensor, whose bytes belong in the message.
-        """
-        if data.size < LEAST_BYTES:
-            return False
+    def put(self, message: pb.Tensor, data: Data) -> None:
+        """Keep the bytes of a large tensor for ``serialize``; they must not change until then."""
         message.data = _MARK + _PLACE.pack(len(self._large), data.size)
         self._large.append(data)
-        return True
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
         """Return the bytes of a received tensor, from its message or from the raw bytes."""

@@ -13,7 +13,16 @@ from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import Layout, PositionTable, Side
-from mmpos.positions.table_rows import AXES, MAX_AXES
+from mmpos.positions.table_rows import (
+    AXES,
+    DELTA,
+    FIRST_SEGMENT,
+    FIRST_TOKEN,
+    MAX_AXES,
+    NEXT_POSITION,
+    NO_POSITION,
+    OFFSET,
+)
 from mmpos.rpc.queries import (
     Decode,
     Dense,
@@ -130,24 +139,52 @@ _LISTS = (
 
 def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> None:
     """Fill a message with a segment table."""
-    put_integers(message.kind, segments.kind + np.uint8(1))
-    frames, height, width = segments.extents
-    if (frames != 1).any():
-        put_integers(message.frames, frames)
-    put_integers(message.height, height)
-    put_integers(message.width, width)
-    put_integers(message.segments_per_document, segments.segment_offsets[1:] - segments.segment_offsets[:-1])
+    put_each_segments([message], segments, [0, segments.num_documents])
+
+
+def put_each_segments(
+    messages: Sequence[table_pb2.SegmentTable], segments: SegmentTable, documents: Sequence[int]
+) -> None:
+    """Fill each message with the segments of some documents.
+
+    Args:
+        messages: messages to fill.
+        segments: segments of all documents.
+        documents: first document of each message, then the number of documents.
+    """
+    offsets = segments.segment_offsets
+    first = offsets[documents]
+
+    def put(field: str, values: npt.NDArray[Any], stops: Sequence[int]) -> None:
+        numbers = values.tolist()
+        for message, begin, stop in zip(messages, stops, stops[1:], strict=False):
+            getattr(message, field).extend(numbers[begin:stop])
+
+    def put_some(field: str, some: npt.NDArray[np.bool_], values: npt.NDArray[Any] | None = None) -> None:
+        """Write values of some segments, or their indices, counted from the first segment of each message."""
+        (index,) = some.nonzero()
+        cuts = index.searchsorted(first)
+        put(field, index - first[:-1].repeat(np.diff(cuts)) if values is None else values[index], cuts.tolist())
+
+    stops = first.tolist()
+    put("kind", segments.kind + np.uint8(1), stops)
+    for field, sides in zip(_LISTS[1:4], segments.extents, strict=True):
+        if field != "frames" or (sides != 1).any():
+            put(field, sides, stops)
+    put("segments_per_document", offsets[1:] - offsets[:-1], documents)
     if segments.seconds_per_frame is not None:
-        for numerator, denominator in segments.seconds_per_frame.T.tolist():
-            message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
+        times = segments.seconds_per_frame.T.tolist()
+        for message, begin, stop in zip(messages, stops, stops[1:], strict=False):
+            for numerator, denominator in times[begin:stop]:
+                message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
     if segments.row_separator is not None:
-        put_integers(message.row_separator_segments, np.flatnonzero(segments.row_separator))
+        put_some("row_separator_segments", segments.row_separator)
     if segments.extra_tokens is not None:
-        put_integers(message.extra_tokens, segments.extra_tokens[segments.kind >= CLIP])
+        put_some("extra_tokens", segments.kind >= CLIP, segments.extra_tokens)
     if segments.first_frame is not None:
-        (named,) = (segments.first_frame != NO_FRAME).nonzero()
-        put_integers(message.first_frame_segments, named)
-        put_integers(message.first_frames, segments.first_frame[named])
+        named = segments.first_frame != NO_FRAME
+        put_some("first_frame_segments", named)
+        put_some("first_frames", named, segments.first_frame)
 
 
 def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
@@ -229,12 +266,41 @@ def _extra_tokens(name: str, numbers: IntArray, kind: IntArray) -> IntArray | No
 
 def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> None:
     """Fill a message with a position table."""
-    message.table = positions.table.astype("<i8", copy=False).tobytes()
-    message.documents = positions.documents.astype("<i8", copy=False).tobytes()
-    message.num_tokens = positions.num_tokens
+    _put_columns(message, positions, positions.table, positions.documents, positions.num_tokens)
+
+
+def _put_columns(
+    message: table_pb2.PositionTable, positions: PositionTable, table: IntArray, documents: IntArray, num_tokens: int
+) -> None:
+    message.table = table.astype("<i8", copy=False).tobytes()
+    message.documents = documents.astype("<i8", copy=False).tobytes()
+    message.num_tokens = num_tokens
     message.axes = positions.axes
     message.fractional = positions.fractional
     message.scheme = positions.scheme
+
+
+def put_each_result(messages: Sequence[pb.Positions], positions: PositionTable) -> None:
+    """Fill each message with the positions of one document."""
+    table, documents = positions.table.copy(), positions.documents.copy()
+    segments, tokens = (
+        [*row.tolist(), end]
+        for row, end in (
+            (documents[FIRST_SEGMENT], positions.num_segments),
+            (documents[FIRST_TOKEN], positions.num_tokens),
+        )
+    )
+    table[OFFSET] -= documents[FIRST_TOKEN].repeat(np.diff(segments))
+    documents[[FIRST_SEGMENT, FIRST_TOKEN]] = 0
+    ends = documents[[NEXT_POSITION, DELTA]].T.tolist()
+    for d, message in enumerate(messages):
+        length = tokens[d + 1] - tokens[d]
+        columns = table[:, segments[d] : segments[d + 1]]
+        _put_columns(message.table, positions, columns, documents[:, d], length)
+        if ends[d][0] != NO_POSITION:
+            message.next_positions.append(ends[d][0])
+            message.deltas.append(ends[d][1])
+        message.cu_seqlens.extend((0, length))
 
 
 def get_table(name: str, message: table_pb2.PositionTable) -> PositionTable:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -15,8 +16,7 @@ import numpy as np
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageSize
 from mmpos.images.decode import open_source
-from mmpos.rpc.positions import get_result, get_segments, put_result, put_segments
-from mmpos.rpc.queries import PositionsResult
+from mmpos.rpc.positions import get_result, get_segments, put_each_result, put_each_segments
 from mmpos.rpc.tensors import (
     chosen,
     get_rational,
@@ -24,14 +24,13 @@ from mmpos.rpc.tensors import (
     integers,
     owned,
     path,
-    put_integers,
     put_rational,
     put_tensor,
     required,
 )
 from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.segments.kinds import Audio, Clip, Grid
-from mmpos.sequence.builder import InterleavedSequence
+from mmpos.sequence.builder import Contents, InterleavedSequence, PlacedDocuments
 from mmpos.sequence.video import plain_parts, refuse_crop
 from mmpos.support.checks import INT32_MAX, counted, int_array, naming, text
 
@@ -194,18 +193,32 @@ def _side(name: str, value: int) -> int:
 
 def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, beside: Beside | None = None) -> None:
     """Fill a message with a sequence; see ``put_tensor`` for beside."""
-    narrow = sequence.input_ids.max(initial=0) <= INT32_MAX
-    put_tensor(message.input_ids, sequence.input_ids.astype(np.int32) if narrow else sequence.input_ids, beside)
-    put_segments(message.segments, sequence.segments)
-    put_result(message.positions, PositionsResult.of(sequence.positions))
-    if sequence.patches is not None:
-        put_tensor(message.patches, sequence.patches, beside)
-    put_integers(message.grid_thw, sequence.grid_thw)
-    put_integers(message.image_spans, sequence.image_spans)
-    put_integers(message.part_offsets, sequence.part_offsets)
-    message.image_margins.extend(sequence.image_margins)
-    message.audio_margins.extend(sequence.audio_margins)
-    message.image_hashes.extend(content_hash or "" for content_hash in sequence.image_hashes)
+    put_sequences([message], [sequence], sequence, beside)
+
+
+def put_sequences(
+    messages: Sequence[pb.Sequence],
+    documents: Sequence[Contents | InterleavedSequence],
+    placed: PlacedDocuments | InterleavedSequence,
+    beside: Beside | None = None,
+) -> None:
+    """Fill a message with each of several documents that were placed together; see ``put_tensor`` for beside."""
+    ids, stops = placed.input_ids, placed.positions.cu_seqlens.tolist()
+    if ids.max(initial=0) <= INT32_MAX:
+        ids = ids.astype(np.int32)
+    put_each_segments([message.segments for message in messages], placed.segments, range(len(stops)))
+    put_each_result([message.positions for message in messages], placed.positions)
+    for message, own, begin, stop in zip(messages, documents, stops[:-1], stops[1:], strict=True):
+        put_tensor(message.input_ids, ids[begin:stop], beside)
+        if own.patches is not None:
+            put_tensor(message.patches, own.patches, beside)
+        if len(own.grid_thw):
+            message.grid_thw.extend(chain.from_iterable(own.grid_thw))
+            message.image_spans.extend(chain.from_iterable(own.image_spans))
+            message.image_hashes.extend(content_hash or "" for content_hash in own.image_hashes)
+        message.part_offsets.extend(own.part_offsets)
+        message.image_margins.extend(own.image_margins)
+        message.audio_margins.extend(own.audio_margins)
 
 
 def get_sequence(

@@ -61,9 +61,8 @@ _MOST_BYTES = 2**31 - 1
 class Beside:
     """The large tensors of one call: those of the message that it writes, and of the message that it has read."""
 
-    def __init__(self) -> None:
-        self._raw = b""
-        self._large: list[Data] = []
+    _raw = b""
+    _large: tuple[Data, ...] = ()
 
     @property
     def size(self) -> int:
@@ -73,7 +72,7 @@ class Beside:
     def put(self, message: pb.Tensor, data: Data) -> None:
         """Keep the bytes of a large tensor for ``serialize``; they must not change until then."""
         message.data = _MARK + _PLACE.pack(len(self._large), data.size)
-        self._large.append(data)
+        self._large = (*self._large, data)
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
         """Return the bytes of a received tensor, from its message or from the raw bytes."""

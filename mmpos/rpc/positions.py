@@ -46,7 +46,6 @@ from mmpos.rpc.tensors import (
     in_columns,
     integer_lists,
     integers,
-    optional,
     path,
     put_integers,
     put_rational,
@@ -264,14 +263,11 @@ def _extra_tokens(name: str, numbers: IntArray, kind: IntArray) -> IntArray | No
     return extra
 
 
-def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> None:
-    """Fill a message with a position table."""
-    _put_columns(message, positions, positions.table, positions.documents, positions.num_tokens)
-
-
-def _put_columns(
-    message: table_pb2.PositionTable, positions: PositionTable, table: IntArray, documents: IntArray, num_tokens: int
+def put_table(
+    message: table_pb2.PositionTable, positions: PositionTable, part: tuple[IntArray, IntArray, int] | None = None
 ) -> None:
+    """Fill a message with a position table, or with a part of one: its columns, documents and number of tokens."""
+    table, documents, num_tokens = part or (positions.table, positions.documents, positions.num_tokens)
     message.table = table.astype("<i8", copy=False).tobytes()
     message.documents = documents.astype("<i8", copy=False).tobytes()
     message.num_tokens = num_tokens
@@ -296,7 +292,7 @@ def put_each_result(messages: Sequence[pb.Positions], positions: PositionTable) 
     for d, message in enumerate(messages):
         length = tokens[d + 1] - tokens[d]
         columns = table[:, segments[d] : segments[d + 1]]
-        _put_columns(message.table, positions, columns, documents[:, d], length)
+        put_table(message.table, positions, (columns, documents[:, d], length))
         if ends[d][0] != NO_POSITION:
             message.next_positions.append(ends[d][0])
             message.deltas.append(ends[d][1])
@@ -380,19 +376,27 @@ def _put_input_ids(message: pb.InputIds, source: InputIds, beside: Beside | None
 
 
 def _get_input_ids(message: pb.InputIds, beside: Beside | None) -> InputIds:
-    mask = optional(message, "attention_mask")
+    if not message.HasField("input_ids"):
+        required("", message, "input_ids")
+    masked, merge = message.HasField("attention_mask"), message.spatial_merge_size
+    lists = {
+        field: integers(getattr(message, field), columns=columns, name=field)
+        for field, columns in _LISTS_OF_IDS.items()
+        if getattr(message, field)
+    }
     return InputIds(
-        get_tensor("input_ids", required("", message, "input_ids"), beside=beside),
+        get_tensor("input_ids", message.input_ids, beside=beside),
         get_placeholders(message.placeholders),
-        integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
-        integers(message.video_grid_thw, columns=3, name="video_grid_thw") if message.video_grid_thw else None,
-        cu_seqlens=integers(message.cu_seqlens) if message.cu_seqlens else None,
-        attention_mask=None if mask is None else get_tensor("attention_mask", mask, beside=beside),
-        seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
+        attention_mask=get_tensor("attention_mask", message.attention_mask, beside=beside) if masked else None,
+        seconds_per_frame=get_seconds("seconds_per_frame", times) if (times := message.seconds_per_frame) else None,
         frames_apart=message.frames_apart,
-        audio_lengths=integers(message.audio_lengths) if message.audio_lengths else None,
-        spatial_merge_size=optional(message, "spatial_merge_size"),
+        spatial_merge_size=merge if message.HasField("spatial_merge_size") else None,
+        **lists,
     )
+
+
+_LISTS_OF_IDS = {"image_grid_thw": 3, "video_grid_thw": 3, "cu_seqlens": None, "audio_lengths": None}
+"""Lists of numbers in InputIds, and how many of the numbers form a group."""
 
 
 def put_placeholders(message: table_pb2.Placeholders, placeholders: Placeholders) -> None:
@@ -403,13 +407,12 @@ def put_placeholders(message: table_pb2.Placeholders, placeholders: Placeholders
 
 def get_placeholders(message: table_pb2.Placeholders) -> Placeholders:
     """Read placeholders from a message."""
-    ids = {name: optional(message, name) for name in ("image", "video", "audio")}
-    crops, rows = optional(message, "crops"), integers(message.rows).tolist()
-    return Placeholders(
-        **ids,
-        rows=rows or None,
-        crops=None if crops is None else CropMarkers(*(getattr(crops, field.name) for field in fields(CropMarkers))),
-    )
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    if "rows" in values:
+        values["rows"] = tuple(values["rows"])
+    if "crops" in values:
+        values["crops"] = CropMarkers(*(getattr(values["crops"], field.name) for field in fields(CropMarkers)))
+    return Placeholders(**values)
 
 
 def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
@@ -467,26 +470,37 @@ def get_query(
     message: pb.PositionsQuery,
     beside: Beside | None = None,
     schemes: Mapping[str, type[Scheme]] = SCHEMES,
+    scheme: str | Scheme | None = None,
 ) -> PositionsQuery:
-    """Read the query from a message; fields left to a profile are None; see ``get_tensor`` for beside.
+    """Read the query from a message.
+
+    Args:
+        name: name of the query, for errors.
+        message: message to read.
+        beside: see ``get_tensor``.
+        schemes: schemes by name.
+        scheme: scheme of a query that names none.
 
     Raises:
         InvalidInputError: a field is missing, unknown or wrong; the message names it.
         UnsupportedError: a field has an unsupported value; the message names it.
     """
-    kind, dense = chosen(path(name, "source"), message, "source"), optional(message, "dense")
+    kind = message.WhichOneof("source")
     source: SegmentTable | Spans | InputIds
-    if kind == "input_ids":
+    if kind == "segments":
+        source = get_segments("", message.segments)
+    elif kind == "input_ids":
         source = _get_input_ids(message.input_ids, beside)
     else:
-        source = _get_spans(message.spans) if kind == "spans" else get_segments("", message.segments)
+        chosen(path(name, "source"), message, "source")
+        source = _get_spans(message.spans)
     return PositionsQuery(
         source=source,
-        scheme=get_scheme(path(name, "scheme"), message.scheme, schemes) if message.HasField("scheme") else None,
-        start=_one_or_each(name, message, "start", 0),
-        strict=optional(message, "strict"),
-        views=[_get_view(path(name, f"views[{i}]"), view) for i, view in enumerate(message.views)],
-        dense=None if dense is None else _get_dense(path(name, "dense"), dense),
+        scheme=get_scheme(f"{name}.scheme", message.scheme, schemes) if message.HasField("scheme") else scheme,
+        start=_one_or_each(name, message, "start", 0) if message.start_per_document else message.start,
+        strict=message.strict if message.HasField("strict") else None,
+        views=[_get_view(name, i, view) for i, view in enumerate(message.views)],
+        dense=_get_dense(f"{name}.dense", message.dense) if message.HasField("dense") else None,
     )
 
 
@@ -497,9 +511,9 @@ def put_result(message: pb.Positions, result: PositionsResult, beside: Beside | 
     if result.dense is not None:
         put_tensor(message.dense, result.dense, beside)
     if result.next_positions is not None and result.deltas is not None:
-        put_integers(message.next_positions, result.next_positions)
-        put_integers(message.deltas, result.deltas)
-    put_integers(message.cu_seqlens, result.cu_seqlens)
+        message.next_positions.extend(result.next_positions.tolist())
+        message.deltas.extend(result.deltas.tolist())
+    message.cu_seqlens.extend(result.cu_seqlens.tolist())
 
 
 def get_result(name: str, message: pb.Positions, beside: Beside | None = None) -> PositionsResult:
@@ -534,20 +548,21 @@ def _put_view(message: pb.View, view: View) -> None:
             _put_one_or_each(message.pad, "length", view.length)
 
 
-def _get_view(name: str, message: pb.View) -> View:
-    """Read the view from a message."""
-    kind = chosen(name, message, "view")
-    inner = getattr(message, kind)
-    name = path(name, kind)
+def _get_view(query: str, index: int, message: pb.View) -> View:
+    kind = message.WhichOneof("view")
+    if kind is None:
+        chosen(path(query, f"views[{index}]"), message, "view")
+    name = f"{query}.views[{index}].{kind}"
     if kind == "take":
-        return Take(*integer_lists(inner, "starts", "stops"))
+        return Take(*integer_lists(message.take, "starts", "stops"))
     if kind == "window":
-        return Window(*integer_lists(inner, "documents", "starts", "lengths"))
+        return Window(*integer_lists(message.window, "documents", "starts", "lengths"))
     if kind == "decode":
-        return Decode(_one_or_each(name, inner, "steps", 1))
+        return Decode(_one_or_each(name, message.decode, "steps", 1))
     if kind == "shard":
-        return Shard(inner.rank, inner.world_size, enum(name, inner, "layout", _LAYOUTS))
-    return Pad(_one_or_each(name, inner, "length", None), enum(name, inner, "side", _SIDES))
+        shard = message.shard
+        return Shard(shard.rank, shard.world_size, enum(name, shard, "layout", _LAYOUTS))
+    return Pad(_one_or_each(name, message.pad, "length", None), enum(name, message.pad, "side", _SIDES))
 
 
 def _get_dense(name: str, message: pb.Dense) -> Dense:
@@ -571,10 +586,12 @@ def _put_one_or_each(message: Message, field: str, value: npt.ArrayLike) -> None
 
 
 def _one_or_each(name: str, message: Message, field: str, default: D) -> IntArray | int | D:
-    each: IntArray = integers(getattr(message, f"{field}_per_document"))
-    if each.size and message.HasField(field):
+    each = getattr(message, f"{field}_per_document")
+    if not each:
+        return getattr(message, field) if message.HasField(field) else default
+    if message.HasField(field):
         raise InvalidInputError(f"{path(name, field)} cannot be combined with {field}_per_document")
-    return each if each.size else default if not message.HasField(field) else getattr(message, field)
+    return integers(each)
 
 
 def _number(name: str, meanings: Mapping[E, T], meaning: T) -> E:

@@ -202,7 +202,7 @@ def get_tensor(
         InvalidInputError: the type or the number of axes is not accepted, or the bytes do not fit the shape.
     """
     known = _NAMES if dtypes is None else {DATA_TYPES[dtype]: dtype for dtype in dtypes}
-    dtype = _LITTLE_ENDIAN[enum(name, message, "dtype", known)]
+    dtype = _LITTLE_ENDIAN[known[message.dtype] if message.dtype in known else enum(name, message, "dtype", known)]
     shape = tuple(message.shape)
     if len(shape) not in (range(_MAX_NDIM + 1) if ndim is None else ndim):
         want = f"at most {_MAX_NDIM}" if ndim is None else " or ".join(map(str, sorted(ndim)))

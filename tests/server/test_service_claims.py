@@ -130,7 +130,7 @@ PLACE: dict[str, Claim] = {
         "seconds_per_frame: got over 262144",
     ),
     "more than 4 MiB": (
-        lambda: place(segments={"kind": [0] * (2**22 - 6)}),
+        lambda: place(segments={"kind": [0] * (2**22 - 5)}),
         LIMIT,
         "message_bytes: got 4194314, want at most 4194304",
     ),

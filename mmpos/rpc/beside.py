@@ -12,8 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +22,6 @@ from google.protobuf.message import EncodeError, Message
 from mmpos.errors import LimitExceededError
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.support import native
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["LEAST_BYTES", "Beside"]
 
@@ -41,7 +37,6 @@ Fields that hold the data or the shape of a tensor have None, and the latter its
 
 M = TypeVar("M", bound=Message)
 
-_UNLIMITED: Mapping[str, int] = MappingProxyType({})
 
 # The mark replaces a tensor in a message, followed by the tensor's position and size; it is random, so that nobody can
 # forge it.
@@ -90,17 +85,16 @@ class Beside:
         """
         return kind.FromString(self.marked(kind, raw))
 
-    def marked(self, kind: type[Message], raw: bytes, most: Mapping[str, int] = _UNLIMITED) -> bytes:
+    def marked(self, kind: type[Message], raw: bytes, most: Mapping[str, int] | None = None) -> bytes:
         """Return the bytes of a message with marks in place of its large tensors, which ``data`` then reads.
 
         Args:
             kind: type of the message.
-            raw: bytes of the message; below LEAST_BYTES, they are returned as they are.
-            most: maximum number of messages in each of these repeated fields, and of all other "fields".
+            raw: bytes of the message; if they are fewer than LEAST_BYTES, they are returned unchanged.
+            most: maximum number of messages in each repeated field, and of all other "fields"; None for an answer.
 
         Raises:
-            LimitExceededError: the message has more of them, so it must not be parsed: protobuf would create an object
-                of up to 300 bytes for two bytes of the message.
+            LimitExceededError: the message has more. Protobuf would create up to 300 bytes for each two of them.
         """
         self._raw = raw
         if len(raw) < LEAST_BYTES:
@@ -108,10 +102,7 @@ class Beside:
         search = _Search(raw, most)
         if not search.look(0, len(raw), _fields(kind.DESCRIPTOR)) or not search.tensors:
             return raw
-        marks: deque[tuple[int, Piece]] = deque(
-            (begin, _MARK + _PLACE.pack(begin, size)) for begin, size in search.tensors
-        )
-        pieces, _ = _filled(raw, 0, len(raw), marks)
+        pieces, _ = _filled(raw, 0, len(raw), deque((at, _MARK + _PLACE.pack(at, size)) for at, size in search.tensors))
         return b"".join(pieces)
 
     def serialize(self, message: Message) -> bytes:
@@ -132,12 +123,8 @@ class Beside:
         pieces, size = _filled(raw, 0, len(raw), tensors)
         if size > _MOST_BYTES:
             raise EncodeError("Failed to serialize proto")
-        return _joined(pieces)
-
-
-def _joined(pieces: Iterable[Piece]) -> bytes:
-    whole: bytes | None = None if native.core is None else native.core.joined(tuple(pieces))
-    return b"".join(pieces) if whole is None else whole
+        whole: bytes | None = None if native.core is None else native.core.joined(tuple(pieces))
+        return b"".join(pieces) if whole is None else whole
 
 
 @lru_cache(maxsize=256)
@@ -158,69 +145,61 @@ _VARINT, _FIXED64, _LENGTH, _GROUP, _END_GROUP, _FIXED32 = range(6)  # low bits 
 class _Search:
     """Search for large tensors in a message that counts what it passes, without creating an object per field."""
 
-    def __init__(self, raw: bytes, most: Mapping[str, int]) -> None:
-        self._raw, self._most, self._left = raw, most, dict(most)
+    def __init__(self, raw: bytes, most: Mapping[str, int] | None) -> None:
+        self._raw, self._most, self._left = raw, most, dict(most or {})
         self.tensors: list[tuple[int, int]] = []  # offset and size of each
 
     def look(self, at: int, end: int, known: Fields, alone: bool = True) -> bool:
-        """Look at the fields of a message; return False if protobuf refuses it, or reads parts of it otherwise.
+        """Look at the known fields of a message; return False if protobuf refuses it, or reads parts of it otherwise.
 
-        Args:
-            at: offset of the message.
-            end: offset of its end.
-            known: its fields.
-            alone: whether no repeated field contains it; only then are its tensors returned.
+        Tensors are listed only if they are ``alone``, with no repeated field around them.
         """
         raw, whole, fields = self._raw, True, 0
         try:
             while at < end:
                 tag, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
                 kind, length, name = tag & 7, 0, ""
-                if kind == _LENGTH:
-                    length, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
-                    if at + length > end:
-                        return False
-                    if tag >> 3 in known:
-                        name, inner = known[tag >> 3]
-                        if inner is None:
-                            self._look_at_tensor(at, length, name, alone)
-                        else:
-                            if name:
-                                self._count(name)
-                            if inner and length:
-                                whole &= self.look(at, at + length, inner, alone and not name)
-                elif kind == _VARINT:
+                if kind == _VARINT:
                     _, at = _varint(raw, at)
+                elif kind == _LENGTH:
+                    length, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
                 elif kind in (_FIXED64, _FIXED32):
                     length = 8 if kind == _FIXED64 else 4
                 elif kind in (_GROUP, _END_GROUP):
                     whole = False  # of an unknown field; what is inside is counted like what is outside
                 else:
                     return False
+                if at + length > end:
+                    return False
+                if kind == _LENGTH and tag >> 3 in known:
+                    name, inner = known[tag >> 3]
+                    if name:
+                        self._count(name, length)
+                    if inner:
+                        whole &= self.look(at, at + length, inner, alone and not name)
+                    elif inner is None and alone and not name and length >= LEAST_BYTES:
+                        self.tensors.append((at, length))
                 at += length
-                if not name:
-                    fields += 1
+                if not name and self._most is not None:
                     self._count("fields")
-                    if fields > _MOST_FIELDS and self._most:
-                        want = f"at most {_MOST_FIELDS} in one message, with packed numbers"
-                        raise LimitExceededError(f"fields: got over {_MOST_FIELDS}, want {want}")
+                    fields += 1
+                    if fields > _MOST_FIELDS:
+                        raise LimitExceededError(f"fields: got over {_MOST_FIELDS} in one message, want packed numbers")
         except (IndexError, OverflowError):
             return False
-        return whole and at == end
+        return whole
 
-    def _look_at_tensor(self, at: int, length: int, name: str, alone: bool) -> None:
-        if not name and length >= LEAST_BYTES and alone:
-            self.tensors.append((at, length))
-        elif name and length > _SHAPE_BYTES and self._most:
-            raise LimitExceededError(f"{name}: got {length} bytes, want at most {_SHAPE_BYTES}, 8 axes")
-
-    def _count(self, name: str) -> None:
-        left = self._left.get(name)
-        if left is not None:
-            if left == 0:
-                most = self._most[name]
-                raise LimitExceededError(f"{name}: got over {most}, want at most {most} in one request to this server")
-            self._left[name] = left - 1
+    def _count(self, name: str, size: int = 0) -> None:
+        if self._most is None:
+            return
+        if name == "shape":
+            if size > _SHAPE_BYTES:
+                raise LimitExceededError(f"shape: got {size} bytes, want at most {_SHAPE_BYTES}, 8 axes")
+        elif self._left[name] > 0:
+            self._left[name] -= 1
+        else:
+            most = self._most[name]
+            raise LimitExceededError(f"{name}: got over {most}, want at most {most} in one request to this server")
 
 
 def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]]) -> tuple[list[Piece], int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -325,19 +324,28 @@ def _rows(name: str, data: bytes, rows: int) -> IntArray:
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(rows, -1)
 
 
-def _put_spans(message: pb.Spans, spans: Spans) -> None:
-    put_integers(message.lengths, int_array("lengths", spans.lengths, (None,)))
-    put_integers(message.offsets, int_array("offsets", spans.offsets, (None,)))
-    put_integers(message.grid_thw, int_array("grid_thw", spans.grid_thw, (len(message.offsets), 3)))
-    if spans.documents is not None:
-        put_integers(message.documents, int_array("documents", spans.documents, (len(message.offsets),)))
-    _put_seconds(message, spans.seconds_per_frame)
-    message.row_separator = boolean("row_separator", spans.row_separator)
-    if spans.kind is not None:
-        put_integers(message.kind, int_array("kind", spans.kind, (len(message.offsets),)) + 1)
-    if spans.extra_tokens is not None:
-        put_integers(message.extra_tokens, int_array("extra_tokens", spans.extra_tokens, (len(message.offsets),)))
+def _put_source(message: pb.Spans | pb.InputIds, source: Spans | InputIds, beside: Beside | None) -> None:
+    """Fill a message with documents; its fields have the names of their attributes."""
     message.SetInParent()
+    for field in message.DESCRIPTOR.fields:
+        name, value = field.name, getattr(source, field.name)
+        if value is None:
+            continue
+        if name == "placeholders":
+            if value != Placeholders():
+                put_placeholders(getattr(message, name), value)
+        elif name == "seconds_per_frame":
+            for time in rationals(name, value):
+                put_rational(message.seconds_per_frame.add(), time)
+        elif field.message_type is not None:
+            put_tensor(getattr(message, name), _whole(name, value), beside)
+        elif field.is_repeated:
+            numbers = int_array(name, value, (None, 3) if name.endswith("grid_thw") else (None,))
+            put_integers(getattr(message, name), numbers + (name == "kind"))
+        elif name == "spatial_merge_size":
+            setattr(message, name, integer(name, value, maximum=INT32_MAX))
+        else:
+            setattr(message, name, boolean(name, value))
 
 
 def _get_spans(message: pb.Spans) -> Spans:
@@ -353,26 +361,6 @@ def _get_spans(message: pb.Spans) -> Spans:
         kind=kind - 1 if kind.size else None,
         extra_tokens=extra if extra.size else None,
     )
-
-
-def _put_input_ids(message: pb.InputIds, source: InputIds, beside: Beside | None) -> None:
-    put_tensor(message.input_ids, _whole("input_ids", source.input_ids), beside)
-    for field in ("image_grid_thw", "video_grid_thw"):
-        grids = getattr(source, field)
-        if grids is not None:
-            put_integers(getattr(message, field), int_array(field, grids, (None, 3)))
-    if source.placeholders != Placeholders():
-        put_placeholders(message.placeholders, source.placeholders)
-    if source.spatial_merge_size is not None:
-        message.spatial_merge_size = integer("spatial_merge_size", source.spatial_merge_size, maximum=INT32_MAX)
-    if source.cu_seqlens is not None:
-        put_integers(message.cu_seqlens, int_array("cu_seqlens", source.cu_seqlens, (None,)))
-    if source.attention_mask is not None:
-        put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask), beside)
-    _put_seconds(message, source.seconds_per_frame)
-    if source.audio_lengths is not None:
-        put_integers(message.audio_lengths, int_array("audio_lengths", source.audio_lengths, (None,)))
-    message.frames_apart = boolean("frames_apart", source.frames_apart)
 
 
 def _get_input_ids(message: pb.InputIds, beside: Beside | None) -> InputIds:
@@ -423,11 +411,6 @@ def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
     return array.astype(np.int64) if array.dtype.kind in "iu" and array.dtype.name not in DATA_TYPES else array
 
 
-def _put_seconds(message: pb.Spans | pb.InputIds, seconds: Sequence[Fraction | float | None] | None) -> None:
-    for value in rationals("seconds_per_frame", seconds):
-        put_rational(message.seconds_per_frame.add(), value)
-
-
 _LAYOUTS: dict[pb.ShardLayout.ValueType, Layout] = {
     pb.SHARD_LAYOUT_ZIGZAG: "zigzag",
     pb.SHARD_LAYOUT_CONTIGUOUS: "contiguous",
@@ -445,10 +428,9 @@ def put_query(
     if isinstance(query.source, SegmentTable):
         message.segments.SetInParent()
         put_segments(message.segments, query.source)
-    elif isinstance(query.source, Spans):
-        _put_spans(message.spans, query.source)
     else:
-        _put_input_ids(message.input_ids, query.source, beside)
+        inner = message.spans if isinstance(query.source, Spans) else message.input_ids
+        _put_source(inner, query.source, beside)
     if profile is not None:
         message.profile = profile
     if query.scheme is not None:
@@ -532,20 +514,20 @@ def get_result(name: str, message: pb.Positions, beside: Beside | None = None) -
 
 
 def _put_view(message: pb.View, view: View) -> None:
-    if isinstance(view, Take):
-        _put_arrays(message.take, view, "starts", "stops")
-    elif isinstance(view, Window):
-        _put_arrays(message.window, view, "documents", "starts", "lengths")
-    elif isinstance(view, Decode):
-        _put_one_or_each(message.decode, "steps", view.steps)
-    elif isinstance(view, Shard):
-        message.shard.layout = _number("layout", _LAYOUTS, view.layout)
-        message.shard.world_size = integer("world_size", view.world_size, minimum=1, maximum=INT32_MAX)
-        message.shard.rank = integer("rank", view.rank, minimum=0, maximum=view.world_size - 1)
-    else:
-        message.pad.side = _number("side", _SIDES, view.side)
-        if view.length is not None:
-            _put_one_or_each(message.pad, "length", view.length)
+    inner = getattr(message, type(view).__name__.lower())
+    inner.SetInParent()
+    if isinstance(view, Shard):
+        inner.layout = _number("layout", _LAYOUTS, view.layout)
+        inner.world_size = integer("world_size", view.world_size, minimum=1, maximum=INT32_MAX)
+        inner.rank = integer("rank", view.rank, minimum=0, maximum=view.world_size - 1)
+        return
+    for field, value in vars(view).items():
+        if field == "side":
+            inner.side = _number(field, _SIDES, value)
+        elif isinstance(view, Take | Window):
+            put_integers(getattr(inner, field), int_array(field, value, (None,)))
+        elif value is not None:
+            _put_one_or_each(inner, field, value)
 
 
 def _get_view(query: str, index: int, message: pb.View) -> View:
@@ -571,14 +553,7 @@ def _get_dense(name: str, message: pb.Dense) -> Dense:
     return Dense(enum(name, message, "dtype", _IDS), tuple(message.axes) or None)
 
 
-def _put_arrays(message: Message, view: Take | Window, *fields: str) -> None:
-    message.SetInParent()
-    for field in fields:
-        put_integers(getattr(message, field), int_array(field, getattr(view, field), (None,)))
-
-
 def _put_one_or_each(message: Message, field: str, value: npt.ArrayLike) -> None:
-    message.SetInParent()
     if not isinstance(value, int) and host_array(field, value).ndim:
         put_integers(getattr(message, f"{field}_per_document"), int_array(field, value, (None,)))
     else:

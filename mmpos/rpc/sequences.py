@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -106,9 +106,9 @@ def _put_image(entry: pb.Part, image: object, beside: Beside | None) -> str | No
     if isinstance(image, ImageSize):
         entry.image_size.height, entry.image_size.width = image
     elif isinstance(image, Grid):
-        _put_grid(entry.grid, image)
+        _put_sizes(entry.grid, image)
     elif isinstance(image, Clip):
-        _put_clip(entry.clip, image)
+        _put_sizes(entry.clip, image)
     elif isinstance(image, bytes | bytearray | memoryview):
         entry.image = bytes(image)
     elif isinstance(image, os.PathLike):
@@ -122,22 +122,13 @@ def _put_image(entry: pb.Part, image: object, beside: Beside | None) -> str | No
     return None
 
 
-def _put_grid(message: pb.Grid, grid: Grid) -> None:
-    message.height, message.width = grid.height, grid.width
-    if grid.frames > 1:
-        message.frames = grid.frames
-    if grid.seconds_per_frame is not None:
-        put_rational(message.seconds_per_frame, grid.seconds_per_frame)
-    message.row_separator = grid.row_separator
-    if grid.first_frame is not None:
-        message.first_frame = grid.first_frame
-
-
-def _put_clip(message: pb.Clip, clip: Clip) -> None:
-    message.height, message.width = clip.height, clip.width
-    message.frames, message.audio = clip.frames, clip.audio
-    if clip.seconds_per_frame is not None:
-        put_rational(message.seconds_per_frame, clip.seconds_per_frame)
+def _put_sizes(message: pb.Grid | pb.Clip, segment: Grid | Clip) -> None:
+    for each in message.DESCRIPTOR.fields:
+        value = getattr(segment, each.name)
+        if isinstance(value, Fraction):
+            put_rational(message.seconds_per_frame, value)
+        elif value is not None:
+            setattr(message, each.name, value)
 
 
 def _file(image: os.PathLike[str]) -> bytes:
@@ -148,41 +139,25 @@ def _file(image: os.PathLike[str]) -> bytes:
 
 
 def _get_part(name: str, part: pb.Part, beside: Beside | None) -> object:
-    kind = chosen(name, part, "content")
+    kind = part.WhichOneof("content") or chosen(name, part, "content")
     value = getattr(part, kind)
     if kind == "token_ids":
         return get_tensor(path(name, kind), value, ("int32", "int64"), (1,), beside)
     if kind == "pixels":
         return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3), beside)
     if kind == "image_size":
-        return ImageSize(
-            _side(path(name, "image_size.height"), value.height), _side(path(name, "image_size.width"), value.width)
-        )
+        return ImageSize(*(_side(f"{name}.image_size.{side}", getattr(value, side)) for side in ("height", "width")))
     if kind == "audio":
         with naming(name):
             return Audio(value)
-    if kind == "clip":
-        with naming(path(name, kind)):
-            seconds = _get_seconds(path(name, kind), value)
-            return Clip(value.height, value.width, frames=value.frames, audio=value.audio, seconds_per_frame=seconds)
-    return _get_grid(path(name, kind), value) if kind == "grid" else value
-
-
-def _get_grid(name: str, grid: pb.Grid) -> Grid:
-    seconds = _get_seconds(name, grid)
-    frames = grid.frames if grid.HasField("frames") else 1
-    first = grid.first_frame if grid.HasField("first_frame") else None
-    with naming(name):
-        return Grid(
-            grid.height, grid.width, frames=frames, row_separator=grid.row_separator, seconds_per_frame=seconds,
-            first_frame=first,
-        )  # fmt: skip
-
-
-def _get_seconds(name: str, message: pb.Grid | pb.Clip) -> Fraction | None:
-    if not message.HasField("seconds_per_frame"):
-        return None
-    return get_rational(path(name, "seconds_per_frame"), message.seconds_per_frame)
+    if kind not in ("grid", "clip"):
+        return value
+    needed = ("height", "width") if kind == "grid" else ("height", "width", "frames", "audio")
+    sizes: dict[str, Any] = dict.fromkeys(needed, 0) | {each.name: number for each, number in value.ListFields()}
+    if "seconds_per_frame" in sizes:
+        sizes["seconds_per_frame"] = get_rational(f"{name}.{kind}.seconds_per_frame", value.seconds_per_frame)
+    with naming(path(name, kind)):
+        return (Grid if kind == "grid" else Clip)(**sizes)
 
 
 def _side(name: str, value: int) -> int:

@@ -53,11 +53,6 @@ def chosen(name: str, message: Message, oneof: str) -> str:
     return str(field)
 
 
-def optional(message: Message, field: str) -> Any:
-    """Read the value of a field, or return None if it is not set."""
-    return getattr(message, field) if message.HasField(field) else None
-
-
 def enum(name: str, message: Message, field: str, meanings: Mapping[E, T]) -> T:
     """Read the meaning of an enum field, or refuse a value without one."""
     value = getattr(message, field)

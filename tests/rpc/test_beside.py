@@ -135,13 +135,17 @@ def test_repeated_messages_are_counted_before_they_are_parsed(
 
 
 @pytest.mark.parametrize(
-    ("raw", "most"),
-    [(b"\x98\x06\1" * 65, 64), (b"\x12\0\x1a\0" * 33, 64), ((b"\x0a\x5a" + b"\x98\x06\1" * 30) * 4, 90)],
+    ("raw", "message"),
+    [
+        (b"\x98\x06\1" * 65, "64 in one message, want packed numbers"),
+        (b"\x12\0\x1a\0" * 33, "64 in one message, want packed numbers"),
+        ((b"\x0a\x5a" + b"\x98\x06\1" * 30) * 4, "90, want at most 90 in one request to this server"),
+    ],
     ids=["numbers", "messages by turns", "messages within messages"],
 )
-def test_other_fields_are_counted(monkeypatch: pytest.MonkeyPatch, raw: bytes, most: int) -> None:
+def test_other_fields_are_counted(monkeypatch: pytest.MonkeyPatch, raw: bytes, message: str) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", 1)
-    with pytest.raises(LimitExceededError, match=f"^fields: got over {most}, want at most {most} in one"):
+    with pytest.raises(LimitExceededError, match=f"^fields: got over {message}$"):
         Beside().marked(positions_pb2.PlaceRequest, raw, MOST)
 
 

@@ -233,12 +233,7 @@ def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]])
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Parse a varint; return its value and the offset of its end.
-
-    Raises:
-        IndexError: the bytes end inside the varint.
-        OverflowError: the varint is longer than a 64-bit value requires.
-    """
+    """Parse a varint; return its value and the offset of its end, or raise an IndexError or OverflowError."""
     value = shift = 0
     while shift < 70:
         byte = raw[at]

@@ -12,16 +12,7 @@ from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import Layout, PositionTable, Side
-from mmpos.positions.table_rows import (
-    AXES,
-    DELTA,
-    FIRST_SEGMENT,
-    FIRST_TOKEN,
-    MAX_AXES,
-    NEXT_POSITION,
-    NO_POSITION,
-    OFFSET,
-)
+from mmpos.positions.table_rows import AXES, FIRST_SEGMENT, FIRST_TOKEN, MAX_AXES, NEXT_POSITION, NO_POSITION, OFFSET
 from mmpos.rpc.queries import (
     Decode,
     Dense,
@@ -143,13 +134,7 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
 def put_each_segments(
     messages: Sequence[table_pb2.SegmentTable], segments: SegmentTable, documents: Sequence[int]
 ) -> None:
-    """Fill each message with the segments of some documents.
-
-    Args:
-        messages: messages to fill.
-        segments: segments of all documents.
-        documents: first document of each message, then the number of documents.
-    """
+    """Fill each message with the segments of some documents, listed by the first of each message, then their number."""
     offsets = segments.segment_offsets
     first = offsets[documents]
 
@@ -278,23 +263,17 @@ def put_table(
 def put_each_result(messages: Sequence[pb.Positions], positions: PositionTable) -> None:
     """Fill each message with the positions of one document."""
     table, documents = positions.table.copy(), positions.documents.copy()
-    segments, tokens = (
-        [*row.tolist(), end]
-        for row, end in (
-            (documents[FIRST_SEGMENT], positions.num_segments),
-            (documents[FIRST_TOKEN], positions.num_tokens),
-        )
-    )
-    table[OFFSET] -= documents[FIRST_TOKEN].repeat(np.diff(segments))
-    documents[[FIRST_SEGMENT, FIRST_TOKEN]] = 0
-    ends = documents[[NEXT_POSITION, DELTA]].T.tolist()
+    first = np.append(documents[:NEXT_POSITION], [[positions.num_segments], [positions.num_tokens]], axis=1)
+    segments, tokens = first.tolist()
+    table[OFFSET] -= first[FIRST_TOKEN, :-1].repeat(np.diff(first[FIRST_SEGMENT]))
+    documents[:NEXT_POSITION] = 0
     for d, message in enumerate(messages):
-        length = tokens[d + 1] - tokens[d]
-        columns = table[:, segments[d] : segments[d + 1]]
+        columns, length = table[:, segments[d] : segments[d + 1]], tokens[d + 1] - tokens[d]
         put_table(message.table, positions, (columns, documents[:, d], length))
-        if ends[d][0] != NO_POSITION:
-            message.next_positions.append(ends[d][0])
-            message.deltas.append(ends[d][1])
+        next_position, delta = documents[NEXT_POSITION:, d].tolist()
+        if next_position != NO_POSITION:
+            message.next_positions.append(next_position)
+            message.deltas.append(delta)
         message.cu_seqlens.extend((0, length))
 
 
@@ -366,25 +345,19 @@ def _get_spans(message: pb.Spans) -> Spans:
 def _get_input_ids(message: pb.InputIds, beside: Beside | None) -> InputIds:
     if not message.HasField("input_ids"):
         required("", message, "input_ids")
-    masked, merge = message.HasField("attention_mask"), message.spatial_merge_size
-    lists = {
-        field: integers(getattr(message, field), columns=columns, name=field)
-        for field, columns in _LISTS_OF_IDS.items()
-        if getattr(message, field)
-    }
-    return InputIds(
-        get_tensor("input_ids", message.input_ids, beside=beside),
-        get_placeholders(message.placeholders),
-        attention_mask=get_tensor("attention_mask", message.attention_mask, beside=beside) if masked else None,
-        seconds_per_frame=get_seconds("seconds_per_frame", times) if (times := message.seconds_per_frame) else None,
-        frames_apart=message.frames_apart,
-        spatial_merge_size=merge if message.HasField("spatial_merge_size") else None,
-        **lists,
-    )
-
-
-_LISTS_OF_IDS = {"image_grid_thw": 3, "video_grid_thw": 3, "cu_seqlens": None, "audio_lengths": None}
-"""Lists of numbers in InputIds, and how many of the numbers form a group."""
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        name = field.name
+        if name == "placeholders":
+            values[name] = get_placeholders(value)
+        elif name == "seconds_per_frame":
+            values[name] = get_seconds(name, value)
+        elif field.message_type is not None:
+            values[name] = get_tensor(name, value, beside=beside)
+        else:
+            columns = 3 if name.endswith("grid_thw") else None
+            values[name] = integers(value, columns=columns, name=name) if field.is_repeated else value
+    return InputIds(**values)
 
 
 def put_placeholders(message: table_pb2.Placeholders, placeholders: Placeholders) -> None:
@@ -454,14 +427,7 @@ def get_query(
     schemes: Mapping[str, type[Scheme]] = SCHEMES,
     scheme: str | Scheme | None = None,
 ) -> PositionsQuery:
-    """Read the query from a message.
-
-    Args:
-        name: name of the query, for errors.
-        message: message to read.
-        beside: see ``get_tensor``.
-        schemes: schemes by name.
-        scheme: scheme of a query that names none.
+    """Read the query from a message; ``scheme`` is that of a query without one; see ``get_tensor`` for beside.
 
     Raises:
         InvalidInputError: a field is missing, unknown or wrong; the message names it.

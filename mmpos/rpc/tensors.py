@@ -79,11 +79,9 @@ def in_columns(name: str, array: IntArray, columns: int) -> IntArray:
 
 
 def integer_lists(message: Message, *fields: str) -> list[IntArray]:
-    """Read repeated fields, (n,) int64 each, from the bytes of the message, without creating an object per number.
+    """Read repeated fields, (n,) int64 each, from the bytes of a message, without creating an object per number.
 
-    Args:
-        message: message with little other content, since the whole message is serialized again.
-        fields: names of the fields.
+    The whole message is serialized again, so it should hold little else.
     """
     if native.core is not None:
         lists = native.core.integers(message.SerializeToString(), _numbers(message.DESCRIPTOR, fields))

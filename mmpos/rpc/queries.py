@@ -102,10 +102,6 @@ class Spans:
     kind: npt.ArrayLike | None = None
     extra_tokens: npt.ArrayLike | None = None
 
-    def segments(self) -> SegmentTable:
-        """Build the segments of the documents."""
-        return SegmentTable.from_spans(**vars(self))
-
 
 @dataclass(frozen=True, eq=False)
 class InputIds:
@@ -126,11 +122,6 @@ class InputIds:
     seconds_per_frame: Sequence[Fraction | float | None] | None = None
     frames_apart: bool = False
     audio_lengths: npt.ArrayLike | None = None
-
-    def segments(self) -> SegmentTable:
-        """Build the segments of the documents."""
-        merge = 1 if self.spatial_merge_size is None else self.spatial_merge_size
-        return SegmentTable.from_input_ids(**{**vars(self), "spatial_merge_size": merge})
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +211,13 @@ class PositionsQuery:
 
     def segments(self) -> SegmentTable:
         """Build the segments of the documents."""
-        return self.source if isinstance(self.source, SegmentTable) else self.source.segments()
+        source = self.source
+        if isinstance(source, SegmentTable):
+            return source
+        if isinstance(source, Spans):
+            return SegmentTable.from_spans(**vars(source))
+        merge = 1 if source.spatial_merge_size is None else source.spatial_merge_size
+        return SegmentTable.from_input_ids(**{**vars(source), "spatial_merge_size": merge})
 
     def place(self, segments: SegmentTable) -> PositionTable:
         """Place the segments, without applying views."""

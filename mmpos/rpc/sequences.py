@@ -202,13 +202,9 @@ def get_sequence(
     hashes: Mapping[int, str] = MappingProxyType({}),
     beside: Beside | None = None,
 ) -> InterleavedSequence:
-    """Read the sequence from a message.
+    """Read the sequence from a message; see ``get_tensor`` for beside.
 
-    Args:
-        name: name of the field, for errors.
-        message: message to read.
-        hashes: content hashes that replace those of the message, by index of the image.
-        beside: see ``get_tensor``.
+    By index of the image, ``hashes`` replace the content hashes of the message.
 
     Raises:
         InvalidInputError: the parts of the message contradict one another.

@@ -126,17 +126,7 @@ def put_rational(message: Rational, value: Fraction | int | None) -> None:
 _MAX_NDIM = 8
 """Maximum number of axes of a tensor."""
 
-_NAMES = {
-    pb.DATA_TYPE_UINT8: "uint8",
-    pb.DATA_TYPE_INT32: "int32",
-    pb.DATA_TYPE_INT64: "int64",
-    pb.DATA_TYPE_FLOAT16: "float16",
-    pb.DATA_TYPE_BFLOAT16: "bfloat16",
-    pb.DATA_TYPE_FLOAT32: "float32",
-    pb.DATA_TYPE_FLOAT64: "float64",
-    pb.DATA_TYPE_COMPLEX64: "complex64",
-    pb.DATA_TYPE_UINT16: "uint16",
-}
+_NAMES = {number: name.removeprefix("DATA_TYPE_").lower() for name, number in pb.DataType.items() if number}
 DATA_TYPES = {name: number for number, name in _NAMES.items()}
 """Enum numbers of data types by their names in numpy and torch."""
 
@@ -145,17 +135,11 @@ DATA_TYPES = {name: number for number, name in _NAMES.items()}
 _LITTLE_ENDIAN = {
     name: np.dtype("<" + np.dtype("uint16" if name == "bfloat16" else name).str[1:]) for name in DATA_TYPES
 }
-_NAME_OF = {dtype: name for name, dtype in _LITTLE_ENDIAN.items() if name != "bfloat16"}
-"""Names of types as numpy writes them, which takes numpy a microsecond."""
+_NAME_OF = {dtype: name for name, dtype in _LITTLE_ENDIAN.items() if name != "bfloat16"}  # numpy takes a microsecond
 
 
 def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor, beside: Beside | None = None) -> None:
-    """Fill a message with an array or a torch tensor on any device.
-
-    Args:
-        message: message to fill.
-        array: values of the tensor.
-        beside: keeper of large tensors, which the message then only marks.
+    """Fill a message with an array or a torch tensor on any device; if it is large, only with its mark in ``beside``.
 
     Raises:
         InvalidInputError: the type cannot be sent.

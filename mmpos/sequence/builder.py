@@ -90,12 +90,6 @@ class MarkerIds(NamedTuple):
         rows = None if self.row is None or last_row is None else (self.row, last_row)
         return Placeholders(self.patch, self.video, self.audio, rows)
 
-    def around(self, segment: Grid | Audio | Clip) -> tuple[int, int]:
-        """Count the markers before and after a segment; the segment of a clip already includes its markers."""
-        if isinstance(segment, Clip):
-            return 0, 0
-        return self.audio_margins if isinstance(segment, Audio) else self.margins
-
     def ids_of(self, segment: Grid | Audio | Clip) -> IntArray:
         """Return the token ids of a segment with its markers; audio tokens of a clip get the patch id at first."""
         if isinstance(segment, Audio):
@@ -323,7 +317,8 @@ class SequenceBuilder:
         """
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        contents, images = Contents(self.marker_ids), []
+        ids, images = self.marker_ids, []
+        contents = Contents(ids.margins, ids.audio_margins, ids.row is not None)
         for n, (index, name, part) in enumerate(plain_parts(parts)):
             if index == len(contents.part_offsets):
                 contents.part_offsets.append(contents.tokens)
@@ -605,15 +600,18 @@ class Contents:
     """Contents of a document that is not placed yet; offsets count its own tokens.
 
     Args:
-        markers: ids of the tokens around and inside images and audio.
+        image_margins, audio_margins, part_offsets, grid_thw, image_spans, image_hashes, patches: as in
+            ``InterleavedSequence``.
+        row_separator: whether the rows of grids end in one more token.
         pieces: plain parts, text as token ids and all others as segments.
         segments: text including markers, grids, audio and clips.
-        part_offsets, grid_thw, image_spans, image_hashes, patches: see ``InterleavedSequence``.
         text: number of text tokens since the last segment.
         tokens: number of tokens.
     """
 
-    markers: MarkerIds
+    image_margins: tuple[int, int]
+    audio_margins: tuple[int, int]
+    row_separator: bool
     pieces: list[IntArray | Grid | Audio | Clip] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     part_offsets: list[int] = field(default_factory=list)
@@ -624,16 +622,6 @@ class Contents:
     text: int = 0
     tokens: int = 0
 
-    @property
-    def image_margins(self) -> tuple[int, int]:
-        """Number of markers before and after the patches of each image."""
-        return self.markers.margins
-
-    @property
-    def audio_margins(self) -> tuple[int, int]:
-        """Number of markers before and after each run of audio."""
-        return self.markers.audio_margins
-
     def add_ids(self, ids: IntArray) -> None:
         """Add token ids of text."""
         self.pieces.append(ids)
@@ -641,23 +629,25 @@ class Contents:
         self.tokens += ids.size
 
     def add_segment(self, segment: Grid | Audio | Clip, content_hash: str | None = None) -> None:
-        """Add a segment with its markers."""
-        before, after = self.markers.around(segment)
-        if isinstance(segment, Grid) and self.markers.row is not None:
-            segment = replace(segment, row_separator=True)
-        self.pieces.append(segment)
-        self.segments += [Text(self.text + before), segment] if self.text + before else [segment]
-        self.text, begin = after, self.tokens
+        """Add a segment with its markers; the segment of a clip already includes its own."""
         frames, height, width = segment.extents
-        self.tokens += before + frames * height * width + segment.extra_tokens + after
-        if isinstance(segment, Clip):
-            before = after = CLIP_MARKERS // 2
-            self.tokens += 2 * CLIP_MARKERS
-        elif isinstance(segment, Grid) and segment.row_separator:
-            self.tokens += frames * height
+        size, outside, inside = frames * height * width + segment.extra_tokens, (0, 0), (0, 0)
+        if isinstance(segment, Audio):
+            outside = self.audio_margins
+        elif isinstance(segment, Clip):
+            inside = (CLIP_MARKERS // 2, CLIP_MARKERS // 2)
+            size += 2 * CLIP_MARKERS
+        else:
+            outside = inside = self.image_margins
+            if self.row_separator:
+                segment, size = replace(segment, row_separator=True), size + frames * height
+        self.pieces.append(segment)
+        before = self.text + outside[0]
+        self.segments += [Text(before), segment] if before else [segment]
+        begin, self.text, self.tokens = self.tokens, outside[1], self.tokens + size + sum(outside)
         if not isinstance(segment, Audio):
             self.grid_thw.append((frames, height, width))
-            self.image_spans.append((begin + before, self.tokens - after))
+            self.image_spans.append((begin + inside[0], self.tokens - inside[1]))
             self.image_hashes.append(content_hash)
 
 

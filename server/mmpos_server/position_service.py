@@ -84,7 +84,7 @@ class PositionService:
     def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
         """Return the position table of a query and its number of images; check the limits before each step."""
         with call.stage("place"):
-            segments = query.source if isinstance(query.source, SegmentTable) else query.source.segments()
+            segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
             images = check_segments(segments, self._limits)
             call.checkpoint()
             positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)

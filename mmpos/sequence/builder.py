@@ -283,14 +283,11 @@ class SequenceBuilder:
     def _build(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
         contents = self.contents(parts, ahead)
         tables, markers = self.placed([contents]), self.marker_ids
-        if CLIP in tables.segments.kind:
-            types = tables.positions.token_types(tables.segments)
-        else:  # text contains none of these ids
-            types = (tables.input_ids == markers.patch).view(np.uint8)
-            if markers.video is not None:
-                types[tables.input_ids == markers.video] = PATCH
-            if markers.audio is not None:
-                types[tables.input_ids == markers.audio] = AUDIO_TOKEN
+        types = (tables.input_ids == markers.patch).view(np.uint8)  # text contains none of these ids
+        if markers.video is not None:
+            types[tables.input_ids == markers.video] = PATCH
+        if markers.audio is not None:
+            types[tables.input_ids == markers.audio] = AUDIO_TOKEN
         return InterleavedSequence(
             input_ids=tables.input_ids,
             token_type_ids=types,
@@ -306,26 +303,18 @@ class SequenceBuilder:
         )
 
     def contents(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]] | None = None) -> Contents:
-        """Encode the texts and decode the images of a document, without placing it.
-
-        Args:
-            parts: see ``build``.
-            ahead: images that are already being decoded, by index among the plain parts.
-
-        Raises:
-            MmposError: see ``build``.
-        """
+        """Encode the texts of a document and decode its images, except those ``ahead``, by index; see ``build``."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        ids, images = self.marker_ids, []
-        contents = Contents(ids.margins, ids.audio_margins, ids.row is not None)
+        contents, images = Contents(self.marker_ids), []
         for n, (index, name, part) in enumerate(plain_parts(parts)):
             if index == len(contents.part_offsets):
                 contents.part_offsets.append(contents.tokens)
-            if isinstance(part, str):
-                contents.add_ids(self._encode(name, part))
-            elif is_ids(part):
-                contents.add_ids(self._checked(name, part))
+            if isinstance(part, str) or is_ids(part):
+                ids = self._encode(name, part) if isinstance(part, str) else self._checked(name, part)
+                contents.pieces.append(ids)
+                contents.text += ids.size
+                contents.tokens += ids.size
             else:
                 self.check_components(name, part)
                 image = None
@@ -346,11 +335,7 @@ class SequenceBuilder:
         return contents
 
     def placed(self, documents: Sequence[Contents]) -> PlacedDocuments:
-        """Place documents together, and move their token ids into one array.
-
-        Raises:
-            MmposError: the scheme refuses one of the documents, or ids exceed their limits.
-        """
+        """Place documents together, and move their token ids into one array; see ``build`` for errors."""
         segments = SegmentTable.from_documents([contents.segments for contents in documents])
         positions, markers = place(segments, self.scheme, self.start), self.marker_ids
         # This follows the limit checks, since the arrays might not fit into memory.
@@ -376,15 +361,7 @@ class SequenceBuilder:
         return ids
 
     def check_components(self, name: str, part: object) -> None:
-        """Check that the builder has the ImageProcessor and the Markers that a kind of part needs.
-
-        Args:
-            name: name of the part for error messages.
-            part: part of a document.
-
-        Raises:
-            UnsupportedError: a component is missing.
-        """
+        """Raise an UnsupportedError if the builder lacks the ImageProcessor or the Markers that a part needs."""
         if isinstance(part, Audio | Clip):
             wanted = ("audio",) if isinstance(part, Audio) else ("begin", "end", "audio", "audio_begin", "audio_end")
             missing = [f"{marker}=…" for marker in wanted if getattr(self.markers, marker) is None]
@@ -595,38 +572,24 @@ class PlacedDocuments(NamedTuple):
     positions: PositionTable
 
 
-@dataclass(slots=True)
 class Contents:
-    """Contents of a document that is not placed yet; offsets count its own tokens.
+    """Contents of a document that is not placed yet, as its sequence will have them: margins, offsets, grids, spans.
 
     Args:
-        image_margins, audio_margins, part_offsets, grid_thw, image_spans, image_hashes, patches: as in
-            ``InterleavedSequence``.
-        row_separator: whether the rows of grids end in one more token.
-        pieces: plain parts, text as token ids and all others as segments.
-        segments: text including markers, grids, audio and clips.
-        text: number of text tokens since the last segment.
-        tokens: number of tokens.
+        markers: ids of the tokens around and inside images and audio.
     """
 
-    image_margins: tuple[int, int]
-    audio_margins: tuple[int, int]
-    row_separator: bool
-    pieces: list[IntArray | Grid | Audio | Clip] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    part_offsets: list[int] = field(default_factory=list)
-    grid_thw: list[tuple[int, int, int]] = field(default_factory=list)
-    image_spans: list[tuple[int, int]] = field(default_factory=list)
-    image_hashes: list[str | None] = field(default_factory=list)
-    patches: Array | None = None
-    text: int = 0
-    tokens: int = 0
-
-    def add_ids(self, ids: IntArray) -> None:
-        """Add token ids of text."""
-        self.pieces.append(ids)
-        self.text += ids.size
-        self.tokens += ids.size
+    def __init__(self, markers: MarkerIds) -> None:
+        self.image_margins, self.audio_margins = markers.margins, markers.audio_margins
+        self.row_separator = markers.row is not None
+        self.pieces: list[IntArray | Grid | Audio | Clip] = []  # plain parts: token ids of text, and segments
+        self.segments: list[Segment] = []  # text including markers, grids, audio and clips
+        self.part_offsets: list[int] = []
+        self.grid_thw: list[tuple[int, int, int]] = []
+        self.image_spans: list[tuple[int, int]] = []
+        self.image_hashes: list[str | None] = []
+        self.patches: Array | None = None
+        self.text = self.tokens = 0  # number of text tokens since the last segment, and of all tokens
 
     def add_segment(self, segment: Grid | Audio | Clip, content_hash: str | None = None) -> None:
         """Add a segment with its markers; the segment of a clip already includes its own."""

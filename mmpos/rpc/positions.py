@@ -156,10 +156,11 @@ def put_each_segments(
             put(field, sides, stops)
     put("segments_per_document", offsets[1:] - offsets[:-1], documents)
     if segments.seconds_per_frame is not None:
-        times = segments.seconds_per_frame.T.tolist()
+        times, alone = segments.seconds_per_frame.T.tolist(), len(messages) == 1
         for message, begin, stop in zip(messages, stops, stops[1:], strict=False):
-            for numerator, denominator in times[begin:stop]:
-                message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
+            if alone or any(numerator for numerator, _ in times[begin:stop]):  # another document may be the timed one
+                for numerator, denominator in times[begin:stop]:
+                    message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
     if segments.row_separator is not None:
         put_some("row_separator_segments", segments.row_separator)
     if segments.extra_tokens is not None:

@@ -331,7 +331,7 @@ class SequenceBuilder:
         if not contents.segments:
             raise InvalidInputError("parts: got no tokens, want at least one")
         contents.part_offsets.append(contents.tokens)
-        contents.patches = join_patches("parts", images)
+        contents.patches = join_patches("parts", images) if any(images) else None
         return contents
 
     def placed(self, documents: Sequence[Contents]) -> PlacedDocuments:

@@ -215,7 +215,7 @@ def test_random_queries_match_local_calls(ask: Both) -> None:
     for_each(places(), 200, check)
 
 
-def test_place_accepts_views_and_refuses_what_is_no_table(ask: Both) -> None:
+def test_place_accepts_views_and_refuses_lists(ask: Both) -> None:
     assert_equal(ask("place", SEGMENTS, "mrope", [5, 7], views=[Decode(2)]), place(SEGMENTS, "mrope", [5, 7]).decode(2))
     wrong: Any = [[Text(1)]]
     assert_equal(_outcome(lambda: ask("place", wrong)), _outcome(lambda: place(wrong)))

@@ -23,6 +23,7 @@ from mmpos import (
     SequenceBuilder,
     Text,
     UnsupportedError,
+    schemes,
 )
 from mmpos.client import Dense, PositionsQuery
 from mmpos.errors import (
@@ -35,31 +36,18 @@ from mmpos.errors import (
 from mmpos.rotary import NTK, DynamicNTK, Linear, Linspace, Llama3, LongRoPE, PRoPE, Rotary, YaRN
 from mmpos.rpc import errors, positions, rotary, sequences, tensors
 from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, scheme_pb2, sequences_pb2, table_pb2, tensor_pb2
-from mmpos.schemes import (
-    V2PE,
-    Flatten,
-    Grid2D,
-    MRopeQwen25,
-    MRopeTransformers,
-    RopeTie,
-    RopeTieV2,
-    Scheme,
-    TMRope,
-    TMRopeQwen3,
-    VideoRope,
-    XDRope,
-)
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Grid(4, 4), Text(1)]])
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
 
-SCHEME_OBJECTS: list[Scheme] = [
+SCHEME_OBJECTS: list[schemes.Scheme] = [
     *(scheme() for scheme in SCHEMES.values()),
-    RopeTie(axes=3), RopeTieV2(axes=3, rounding="floor"), V2PE(stride=16), VideoRope(delta=3), Grid2D(axes=3, first=1),
-    Grid2D(order="merged", spatial_merge_size=3), XDRope(axes=3, counting="batch", first_image=7),
-    MRopeQwen25(tokens_per_second=Fraction(25, 2)), MRopeTransformers(tokens_per_second=4),
-    TMRope(tokens_per_second=Fraction(25, 2), engine="serving", seconds_per_chunk=Fraction(3, 2)),
-    TMRopeQwen3(engine="serving"),
+    schemes.RopeTie(axes=3), schemes.RopeTieV2(axes=3, rounding="floor"), schemes.V2PE(stride=16),
+    schemes.VideoRope(delta=3), schemes.Grid2D(axes=3, first=1),
+    schemes.Grid2D(order="merged", spatial_merge_size=3), schemes.XDRope(axes=3, counting="batch", first_image=7),
+    schemes.MRopeQwen25(tokens_per_second=Fraction(25, 2)), schemes.MRopeTransformers(tokens_per_second=4),
+    schemes.TMRope(tokens_per_second=Fraction(25, 2), engine="serving", seconds_per_chunk=Fraction(3, 2)),
+    schemes.TMRopeQwen3(engine="serving"),
 ]  # fmt: skip
 ROTARIES = [
     Rotary(128), Rotary(64, theta=[1e4, 2e4], allocation="split"), Rotary(64, theta=[2e4], axes=1),
@@ -152,7 +140,7 @@ def test_every_scheme_parameter_is_a_field() -> None:
 
 
 def test_a_custom_scheme_cannot_be_sent() -> None:
-    class Own(Flatten):
+    class Own(schemes.Flatten):
         """A subclass of Flatten."""
 
     with pytest.raises(UnsupportedError, match=r"^scheme: got Own\(\), want one of mmpos\.SCHEMES, or the name of"):

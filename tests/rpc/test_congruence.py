@@ -91,7 +91,7 @@ class Both:
 def ask() -> Iterator[Both]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        running(SERVED) as address,
+        running(SERVED, rotations=True) as address,
         open_client("sync", address, timeout=60) as sync,
         open_client("async", address, timeout=60) as async_client,
     ):

@@ -47,7 +47,15 @@ def test_places_are_refused_when_all_are_taken_and_to_a_client_that_holds_its_sh
     places = Places("slots", 5)
     results = [refusal(places, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
     share = "slots: got 2 in use by this client and 2 by all, want at most 2 and 5"
-    assert results == ["", "", share, "", "", "", "slots: got 0 in use by this client and 5 by all, want at most 2 and 5"]
+    assert results == [
+        "",
+        "",
+        share,
+        "",
+        "",
+        "",
+        "slots: got 0 in use by this client and 5 by all, want at most 2 and 5",
+    ]
     places.leave("a")
     assert (refusal(places, "b") != "", refusal(places, "a")) == (True, "")
     for name in ("a", "a", "b", "b", "c"):

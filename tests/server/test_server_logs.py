@@ -15,13 +15,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from certificates import make_certificate
+from http2 import Connection
 from server_program import Start
+from serving import PLACE, KeptLogs, Serve, items, query, status_of
 from waiting import eventually
 
 import mmpos
 from mmpos.client import Client
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.rpc.v1.scheme_pb2 import Scheme
 from mmpos_server import logs as logs_module
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen, warn
@@ -62,7 +67,7 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in lines] == [
         ("info", None, "ours"),
         ("warning", "library", "two"),
-        ("warning", None, "metadata is not UTF-8"),
+        ("warning", None, "a path or metadata is "),
         ("warning", "py.warnings", "<string>:20: UserWarni"),
         ("error", None, "exception in a thread"),
         ("error", None, "exception ignored"),
@@ -102,6 +107,50 @@ def test_failed_calls_are_logged_and_answered_ones_sampled() -> None:
         {**sampled, "number": 4, "sampled": 3},
     ]
     assert [line["number"] for line in written(use, sample=1)] == list(range(7))
+
+
+def test_the_line_of_a_call_says_who_called_and_why_it_failed(serve: Serve) -> None:
+    logs = KeptLogs()
+    server = serve(options={"logs": logs})
+    named = [("x-request-id", "me")]
+    server.place(query("echo 7"), metadata=named)
+    request = pb.PlaceRequest(query=pb.PositionsQuery(profile="fail limit", scheme=Scheme(name="x" * 300)))
+    with pytest.raises(grpc.RpcError):
+        server.place(request.SerializeToString(), metadata=named)
+    list(server.stream(items("echo 1", "fail bug"), metadata=named))
+    lines = logs.lines()
+    for line in lines:
+        assert line.pop("timestamp")
+        assert line["event"] != "call" or (line.pop("milliseconds") > 0 and line.pop("peer").startswith("ipv4:127"))
+    answered = {"level": "info", "event": "call", "client": "127.0.0.1", "request_id": "me", "sampled": 1}
+    assert lines[0] == {
+        **answered,
+        "method": "Place",
+        "status": "OK",
+        "request_bytes": len(query("echo 7")),
+        "response_bytes": 5,
+        "documents": 1,
+        "tokens": 2,
+        "images": 3,
+    }
+    message = lines[1].pop("message")
+    assert message.startswith("why ééé")
+    assert lines[1] == {
+        "level": "warning",
+        "event": "call",
+        "method": "Place",
+        "status": "RESOURCE_EXHAUSTED",
+        "client": "127.0.0.1",
+        "request_id": "me",
+        "request_bytes": request.ByteSize(),
+        "response_bytes": 0,
+        "reason": "",
+        "profile": "fail limit",
+        "scheme": "x" * 100,
+    }
+    assert (lines[2]["event"], lines[2]["request_id"], lines[2]["level"]) == ("internal error", "me.2", "error")
+    assert "KeyError" in lines[2]["exception"]
+    assert lines[3:] == [{**answered, "method": "StreamPlace", "status": "OK", "items": 2}]
 
 
 def test_a_repeated_event_is_written_at_most_once_a_second_with_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +226,23 @@ def test_a_log_that_nobody_reads_keeps_nobody_waiting() -> None:
     (report,) = [line for line in lines if line["event"] == "log lines dropped"]
     assert report["lines"] == dropped
     assert [line["number"] for line in lines if line != report] == list(range(10_500 - dropped))
+
+
+def test_callers_cannot_make_grpc_write_to_the_log(start: Start, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    server = start("--tls-cert", str(cert), "--tls-key", str(key))
+    with Client(server.address) as client:
+        assert not client.healthy()
+    server.process.terminate()
+    assert server.end()[0] == 0
+    plain = start()
+    with Connection(plain.address) as connection:
+        status_of(connection, PLACE, b"", (b"grpc-timeout", b"bad"), (b"secret", b"secret\xff"))
+    plain.process.terminate()
+    plain.end()
+    assert {line["event"] for line in server.lines()} == {"draining", "stopped"}
+    assert "secret" not in plain.log.read_text()
+    assert {line["level"] for line in plain.lines()} <= {"info", "warning"}
 
 
 @pytest.mark.parametrize("flags", [[], ["--workers", "2"]])

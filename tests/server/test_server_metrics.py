@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import pytest
+import yaml
 from certificates import make_certificate
 from prometheus_client import CollectorRegistry, values
 from prometheus_client.multiprocess import mark_process_dead
+from waiting import eventually
 
+from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server.access import TlsFiles
+from mmpos_server.call import Call
+from mmpos_server.config import load
 from mmpos_server.metrics import MethodMetrics, Metrics, aggregate
+from mmpos_server.services import place_method
+from mmpos_server.testing import started
+
+ROOT = Path(__file__).parents[2]
+RULES = {
+    rule["alert"]: rule["expr"]
+    for group in yaml.safe_load((ROOT / "deploy/alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
+}
 
 
 def use(metrics: Metrics, calls: int) -> None:
@@ -110,5 +130,54 @@ def test_documented_metrics_match_the_server_metrics(tmp_path: Path) -> None:
         labels = {f"`{label}`" for sample in family.samples for label in sample.labels if label != "le"}
         if not name.startswith("process_"):  # prometheus_client documents these
             rows.append(f"| `{name}` | {family.type} | {', '.join(sorted(labels))} | {family.documentation} |")
-    page = (Path(__file__).parents[2] / "docs/service-metrics.md").read_text()
+    page = (ROOT / "docs/service-metrics.md").read_text()
     assert re.findall(r"^\| `.*$", page, re.MULTILINE) == rows
+
+
+def test_overload_fires_the_alerts_of_lag_and_refusals() -> None:
+    lag = re.fullmatch(r"max_over_time\((\w+)\[1m\]\) > ([\d.]+)", RULES["MmposLag"])
+    refusals = re.fullmatch(
+        r'sum by \(reason\) \(rate\((\w+)\{reason!="unauthenticated",reason!="stopping"\}\[5m\]\)\)'
+        r" > ([\d.]+) \* scalar\(sum\(rate\((\w+)\[5m\]\)\)\)",
+        RULES["MmposRefusals"],
+    )
+    assert lag
+    assert refusals
+    config = load()
+    assert float(lag[2]) == config.overload_ms / 1000
+    ended = threading.Event()
+
+    async def hold(query: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
+        time.sleep(0.2)
+
+    with started(config, methods=[place_method(hold)]) as (server, address), grpc.insecure_channel(address) as channel:
+        page = server.metrics.registry
+
+        def summed(name: str, by: str = "") -> dict[str, float]:
+            result: Counter[str] = Counter()
+            for family in page.collect():
+                for sample in family.samples:
+                    if sample.name == name:
+                        result[sample.labels.get(by, "")] += sample.value
+            return dict(result)
+
+        def call() -> None:
+            place = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+            while not ended.is_set():
+                with suppress(grpc.RpcError):
+                    place(pb.PlaceRequest(query=pb.PositionsQuery(profile="x")).SerializeToString())
+
+        def fires() -> bool:
+            refused, requests = summed(refusals[1], "reason"), summed(refusals[3]).get("", 0)
+            return summed(lag[1])[""] > float(lag[2]) and refused.get("overload", 0) > float(refusals[2]) * requests
+
+        assert summed(lag[1]) == {"": 0}
+        assert not summed(refusals[1])
+        with ThreadPoolExecutor(8) as callers:
+            try:
+                calls = [callers.submit(call) for _ in range(8)]
+                assert eventually(fires)
+            finally:
+                ended.set()
+            for done in calls:
+                done.result()

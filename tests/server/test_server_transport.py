@@ -33,7 +33,12 @@ def test_a_path_that_is_not_utf8_does_not_stop_the_server(serve: Serve) -> None:
     address = serve().address
     with Connection(address) as connection:
         paths: list[bytes | str] = [b"/\xff", f"{SERVICE}/None", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"]
-        assert [status_of(connection, path, REQUEST) for path in paths] == ["UNKNOWN", "UNIMPLEMENTED", "UNKNOWN", "UNKNOWN"]
+        assert [status_of(connection, path, REQUEST) for path in paths] == [
+            "UNKNOWN",
+            "UNIMPLEMENTED",
+            "UNKNOWN",
+            "UNKNOWN",
+        ]
         assert status_of(connection, b"", REQUEST) == "UNIMPLEMENTED"
         assert status_of(connection, PLACE, REQUEST) == "OK"
 

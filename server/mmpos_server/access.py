@@ -174,12 +174,12 @@ class Certificates(_Reread):
         return None if before is self._given else self._given
 
     def _use(self, *content: bytes) -> None:
-        cert, key, ca = (*content, None)[:3]
+        cert, key, *ca = content
         got = ", ".join(map(str, self._paths.values()))
         expires = not_after(cert, key, f"--tls-cert: got {got}")
-        if ca is not None:
-            not_after(ca, got=f"--tls-client-ca: got {self._paths['--tls-client-ca']}")
-        self._latest = grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+        for chain in ca:
+            not_after(chain, got=f"--tls-client-ca: got {self._paths['--tls-client-ca']}")
+        self._latest = grpc.ssl_server_certificate_configuration([(key, cert)], *ca)
         if expires <= datetime.now(UTC):
             self._logs.warning("certificate has expired", not_after=expires.isoformat())
 

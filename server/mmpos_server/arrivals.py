@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -153,12 +154,15 @@ class _Answer:
 
 def hang_up(peers: set[str]) -> None:
     """Close the connections to these peers, named as gRPC does: it has no call that ends the sending of an answer."""
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                host, port, *_ = connection.getpeername()
-                if peers & {f"ipv4:{host}:{port}", f"ipv6:%5B{host}%5D:{port}"}:
-                    connection.shutdown(socket.SHUT_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the descriptor has been closed, or its connection
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        host, port, *_ = connection.getpeername()
+                        host = host.removeprefix("::ffff:")  # an IPv4 address on an IPv6 socket
+                        if peers & {f"ipv4:{host}:{port}", f"ipv6:%5B{host}%5D:{port}"}:
+                            connection.shutdown(socket.SHUT_RDWR)
 
 
 class Arrivals:

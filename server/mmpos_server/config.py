@@ -250,7 +250,7 @@ def _profile(name: str, table: Mapping[str, Any], config: ServerConfig, schemes:
         model, file = _named(f"{where}.model", _model, folder / table["model"]), f"{table['model']}/tokenizer.json"
     tokenizer = _named(f"{where}.tokenizer", _tokenizer, table.get("tokenizer", file), folder)
     images = _named(f"{where}.images", _images, table.get("images", {}), model)
-    scheme: object = model.scheme if model else "rope-tie"
+    scheme: str | Scheme = model.scheme if model else "rope-tie"
     if "scheme" in table:
         scheme = _named(f"{where}.scheme", _scheme, table["scheme"], schemes)
     markers = model.markers if model else Markers()
@@ -317,7 +317,7 @@ def _images(settings: Mapping[str, Any], model: ModelSettings | None) -> ImagePr
 
 
 def _scheme(setting: str | Mapping[str, Any], schemes: Mapping[str, type[Scheme]]) -> Scheme:
-    values = {"name": setting} if isinstance(setting, str) else dict(setting)
+    values: dict[str, Any] = {"name": setting} if isinstance(setting, str) else dict(setting)
     scheme = type(get_scheme(values.pop("name", ""), schemes))
     for key in values.keys() & RATIONAL_PARAMETERS:
         try:  # TOML has no type for a fraction such as "25/2"

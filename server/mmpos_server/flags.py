@@ -57,8 +57,7 @@ class Flags:
     def __post_init__(self) -> None:
         if self.workers > 1 and self.address.uds:
             raise InvalidInputError(f"--workers: got {self.workers} with --listen unix:PATH, which allows one process")
-        if self.metrics is not None:
-            split("--metrics", self.metrics)
+        assert self.page is None or self.metrics  # raises an error if the flag is wrong
         if self.check and self.config:
             raise InvalidInputError("--check: got --config too, want one settings file")
 
@@ -73,6 +72,11 @@ class Flags:
         host, port = ports[0] if ports else ("127.0.0.1", 0)
         uds = Path(sockets[0]) if sockets else None
         return Listen(host, port, self._tls(), tcp=bool(ports), uds=uds, token_file=self.token_file)
+
+    @property
+    def page(self) -> tuple[str, int] | None:
+        """Host and port of the page."""
+        return None if self.metrics is None else split("--metrics", self.metrics)
 
     def settings(self) -> ServerConfig:
         """Read the settings from the file."""

@@ -27,7 +27,7 @@ from mmpos.errors import MmposError
 from mmpos_server.app import Server
 from mmpos_server.config import ServerConfig
 from mmpos_server.flags import Flags
-from mmpos_server.listening import Listen, split, warn
+from mmpos_server.listening import Listen, warn
 from mmpos_server.logs import Logs, logging_all
 from mmpos_server.page import exposed
 
@@ -45,9 +45,7 @@ END_SECONDS = DRAIN_SECONDS + 3 * LAST_SECONDS
 
 
 def serve(flags: Flags) -> NoReturn:
-    """Serve in this process until SIGTERM or SIGINT, and then until no calls are left, and exit.
-
-    A second signal ends the process at once.
+    """Serve in this process until a signal, drain, and exit; a second signal ends the process at once.
 
     Raises:
         InvalidInputError: a setting is wrong, or an address is in use.
@@ -55,26 +53,15 @@ def serve(flags: Flags) -> NoReturn:
     config, listen = flags.settings(), flags.address
     with logging_all(config.log_sample) as logs, ExitStack() as stack:
         server = _server(flags, listen, config, logs)
-        if flags.metrics:
-            page = split("--metrics", flags.metrics)
-            stack.enter_context(exposed(server.metrics.registry, lambda: True, lambda: server.ready, *page))
-
-        def started(addresses: list[str]) -> None:
-            warn(listen, logs)
-            announce(addresses)
-
-        _serve(server, logs, started)
+        if flags.page:
+            stack.enter_context(exposed(server.metrics.registry, lambda: True, lambda: server.ready, *flags.page))
+        _serve(server, logs, partial(announce, listen, logs))
 
 
 def work(flags: Flags, listen: Listen, config: ServerConfig, pipe: Connection, number: int) -> NoReturn:
-    """Serve as a worker of a supervisor until a signal, or until the supervisor has died, and exit.
+    """Serve as a worker until a signal, or until the supervisor has died, drain, and exit.
 
-    Args:
-        flags: the command-line flags.
-        listen: the address that the workers share.
-        config: settings of the server.
-        pipe: connection to the supervisor, which receives "" when the worker answers calls, or why it cannot.
-        number: number of the worker.
+    The worker sends "" through the pipe when it answers calls, or the reason why it cannot.
     """
     gc.freeze()  # the garbage collector then does not touch memory that is shared with the parent process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal also sends SIGINT to the supervisor
@@ -162,12 +149,13 @@ async def _run(server: Server, logs: Logs, started: Callable[[list[str]], None],
         _cut_off(logs)
 
 
-def announce(addresses: list[str]) -> None:
-    """Print a line for each address, and tell the service manager that the server is ready.
+def announce(listen: Listen, logs: Logs, addresses: list[str]) -> None:
+    """Print a line for each address, log warnings, and tell the service manager that the server is ready.
 
     Raises:
         OSError: a line cannot be written, or the service manager cannot be reached.
     """
+    warn(listen, logs)
     for listening_on in addresses:
         print(f"mmpos_server listening on {listening_on}", flush=True)
     notify("READY=1")

@@ -18,7 +18,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos_server.config import ServerConfig
 from mmpos_server.flags import Flags
-from mmpos_server.listening import Listen, address, bind, split, warn
+from mmpos_server.listening import Listen, address, bind
 from mmpos_server.logs import Logs
 from mmpos_server.metrics import aggregate
 from mmpos_server.page import exposed
@@ -31,9 +31,9 @@ PAUSE_SECONDS, RESTART_SECONDS = 0.5, 5.0
 
 
 def supervise(flags: Flags) -> NoReturn:
-    """Serve with several processes until SIGTERM or SIGINT, and then until all of them have drained, and exit.
+    """Serve with several processes until a signal, drain them, and exit.
 
-    Any failure of the supervisor ends all processes with status 1; the workers drain when it dies.
+    Any failure ends all processes with status 1; the workers drain when the supervisor dies.
 
     Raises:
         InvalidInputError: a setting is wrong, the port is in use, or a worker could not start.
@@ -44,19 +44,17 @@ def supervise(flags: Flags) -> NoReturn:
         bind(listen.host, listen.port).close()
         reserved = stack.enter_context(bind(listen.host, listen.port, reuse_port=True))
         listen = replace(listen, port=reserved.getsockname()[1], reuse_port=True)
-        warn(listen, logs)
-        # The process from which the workers are forked inherits this.
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mmpos-metrics-"))
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        supervisor = _Supervisor((flags, listen, config), logs)
-        if flags.metrics:
-            registry = aggregate(folder, supervisor.pids, listen.tls)
-            page = split("--metrics", flags.metrics)
-            stack.enter_context(exposed(registry, supervisor.is_live, supervisor.is_ready, *page))
+        folder = tempfile.TemporaryDirectory(prefix="mmpos-metrics-")
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = stack.enter_context(folder)
+        supervisor = _Supervisor(flags, listen, config, logs)
+        if flags.page:
+            registry = aggregate(folder.name, lambda: [process.pid for process in supervisor.processes], listen.tls)
+            stack.enter_context(exposed(registry, supervisor.is_live, supervisor.is_ready, *flags.page))
         try:
             supervisor.run()
         except BaseException as error:
-            supervisor.kill()
+            for process in supervisor.processes:
+                process.kill()
             if isinstance(error, MmposError):
                 raise
             logs.error("supervisor failed", error)
@@ -77,67 +75,52 @@ class _Worker:
 
 
 class _Supervisor:
-    """Supervisor of the workers of one server."""
+    """Keeps the workers running, which are forked from a process without threads and with gRPC not initialised."""
 
-    def __init__(self, arguments: tuple[Flags, Listen, ServerConfig], logs: Logs) -> None:
-        self._arguments, self._logs = arguments, logs
-        self.workers = [_Worker(number) for number in range(arguments[0].workers)]
-        self.status, self._ends, self._step = 0, inf, monotonic()  # the workers that are left are killed at _ends
-        # The workers are forked from a process that has no threads and has not initialised gRPC.
+    def __init__(self, flags: Flags, listen: Listen, config: ServerConfig, logs: Logs) -> None:
+        self._arguments, self._listen, self._logs = (flags, listen, config), listen, logs
+        self._workers = [_Worker(number) for number in range(flags.workers)]
+        self.status, self._ends, self._step = 0, inf, monotonic()  # the processes that are left are killed at _ends
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["mmpos_server.process", "mmpos_server.services"])
 
+    @property
+    def processes(self) -> list[Any]:
+        return [process for process in [worker.process for worker in self._workers] if process]
+
     def is_live(self) -> bool:
-        """Return whether the supervisor is running. This is thread-safe."""
-        return monotonic() - self._step < RESTART_SECONDS
+        return monotonic() - self._step < 5.0
 
     def is_ready(self) -> bool:
-        """Return whether no worker is missing for longer than a restart takes. This is thread-safe."""
-        latest = monotonic() - RESTART_SECONDS
-        return self._ends == inf and all(worker.served and worker.missing > latest for worker in self.workers)
-
-    def pids(self) -> list[int]:
-        """Return the ids of the worker processes. This is thread-safe."""
-        return [process.pid for process in [worker.process for worker in self.workers] if process]
-
-    def kill(self) -> None:
-        """End all workers at once."""
-        for worker in self.workers:
-            if worker.process:
-                worker.process.kill()
+        return self._ends == inf and all(w.served and monotonic() - w.missing < RESTART_SECONDS for w in self._workers)
 
     def run(self) -> None:
-        """Keep the workers running until a signal, then drain them.
-
-        Raises:
-            InvalidInputError: a worker could not start.
-        """
         signals: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: signals.append(number))
-        while self._ends == inf or any(worker.process for worker in self.workers):
+        while self._ends == inf or self.processes:
             self._step = monotonic()
-            for worker in self.workers:
+            for worker in self._workers:
                 if not worker.process and worker.due <= self._step and self._ends == inf:
-                    self._start(worker)
-            pipes = {worker.pipe: worker for worker in self.workers if worker.process}
+                    worker.pipe, theirs = self._context.Pipe()
+                    process = self._context.Process(target=work, args=(*self._arguments, theirs, worker.number))
+                    process.start()
+                    theirs.close()
+                    worker.process = process
+            pipes = {worker.pipe: worker for worker in self._workers if worker.process}
             for pipe in wait(list(pipes), 0.1):
                 self._receive(pipes[pipe])
-            while signals:
+            while signals:  # a second one ends the workers at once, and so does one before they answer calls
+                if self._ends == inf:
+                    self._ends = monotonic() + END_SECONDS
+                    notify("STOPPING=1")
                 signals.pop()
-                self._stop()
-            if self._step > self._ends:
-                self.kill()
-
-    def _start(self, worker: _Worker) -> None:
-        worker.pipe, theirs = self._context.Pipe()
-        process = self._context.Process(target=work, args=(*self._arguments, theirs, worker.number))
-        process.start()
-        theirs.close()
-        worker.process = process
+                for process in self.processes:
+                    process.terminate()
+            for process in self.processes if self._step > self._ends else ():
+                process.kill()
 
     def _receive(self, worker: _Worker) -> None:
-        """Handle a worker's message, or the end of its process."""
         try:
             failure = worker.pipe.recv()
         except (EOFError, OSError):
@@ -150,9 +133,8 @@ class _Supervisor:
             return
         first, worker.served, worker.missing = not worker.served, True, inf
         self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)
-        if first and all(other.served for other in self.workers):
-            _, listen, _ = self._arguments
-            announce([address(listen.host, listen.port)])
+        if first and all(other.served for other in self._workers):
+            announce(self._listen, self._logs, [address(self._listen.host, self._listen.port)])
 
     def _ended(self, worker: _Worker) -> None:
         worker.process.join()
@@ -165,14 +147,4 @@ class _Supervisor:
         self._logs.error("worker died", worker=worker.number, exit_code=code)
         if not worker.served:
             raise InvalidInputError("--workers: a worker could not start; its error is above")
-        worker.missing = min(worker.missing, monotonic())
-        worker.due = monotonic() + PAUSE_SECONDS
-
-    def _stop(self) -> None:
-        """Drain the workers; a second call ends them at once, and so does a call before they answer calls."""
-        if self._ends == inf:
-            self._ends = monotonic() + END_SECONDS
-            notify("STOPPING=1")
-        for worker in self.workers:
-            if worker.process:
-                worker.process.terminate()
+        worker.missing, worker.due = min(worker.missing, monotonic()), monotonic() + PAUSE_SECONDS

@@ -47,7 +47,7 @@ def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path) -> N
 
 WRONG: dict[str, Callable[[Path, Path], object]] = {
     "the key is not the certificate's": lambda cert, other: os.replace(other, cert),
-    "a pipe or a device": lambda cert, _: (cert.unlink(), os.mkfifo(cert)),
+    "a pipe or a device": lambda cert, _: [function(cert) for function in (Path.unlink, os.mkfifo)],
     "No such file or directory": lambda cert, _: cert.unlink(),
     "Unable to load PEM file": lambda cert, _: cert.write_text("no certificate"),
 }

@@ -10,7 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -289,33 +289,3 @@ def test_workers_end_without_an_error_or_a_metrics_folder_when_their_supervisor_
     assert eventually(lambda: not any(map(alive, workers)))
     assert [line for line in server.lines() if line["level"] == "error"] == []
     assert list(tmp_path.glob("mmpos-metrics-*")) == []
-
-
-def test_the_metrics_page_counts_calls_stages_and_bytes(start: Start) -> None:
-    page = free_port()
-    server = start("--metrics", f"127.0.0.1:{page}")
-
-    def items() -> Iterator[bytes]:
-        yield from [pb.StreamPlaceRequest(query=REQUEST.query).SerializeToString()] * 2
-
-    with grpc.insecure_channel(server.address) as channel:
-        answer = place(channel)(REQUEST)
-        with pytest.raises(grpc.RpcError):
-            place(channel)(pb.PlaceRequest())
-        list(channel.stream_stream("/mmpos.rpc.v1.PositionService/StreamPlace")(items()))
-        numbers = metrics_of(page)
-    expected = {
-        'mmpos_requests_total{method="Place",status="OK"}': 1,
-        'mmpos_requests_total{method="Place",status="INVALID_ARGUMENT"}': 1,
-        'mmpos_requests_total{method="StreamPlace",status="OK"}': 2,
-        'mmpos_documents_total{method="StreamPlace"}': 2,
-        'mmpos_tokens_total{method="Place"}': 4096,
-        'mmpos_images_total{method="Place"}': 1,
-        'mmpos_request_bytes_total{method="Place"}': REQUEST.ByteSize(),
-        'mmpos_response_bytes_total{method="Place"}': answer.ByteSize(),
-        'mmpos_stage_seconds_count{method="Place",stage="total"}': 2,
-        "mmpos_in_flight": 0,
-        "mmpos_streams": 0,
-    }
-    assert {name: numbers.get(name) for name in expected} == expected
-    assert numbers["mmpos_lag_seconds"] < 60

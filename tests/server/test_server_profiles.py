@@ -122,7 +122,6 @@ def test_settings_in_a_profile_replace_those_of_the_folder(folder: Path) -> None
     ("path", "content", "message"),
     [
         ("", None, "model: got '{model}', want the folder of a model"),
-        ("config.json", None, "model: {model}: got a folder without config.json, want the folder of a model"),
         ("config.json", '{"model_type": "eliza"}', "model.config.model_type: got 'eliza', want a model type of"),
         (
             "tokenizer.json",

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -20,6 +21,7 @@ from waiting import eventually
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server.access import TlsFiles
+from mmpos_server.arrivals import Arrivals, Places
 from mmpos_server.call import Call
 from mmpos_server.config import load
 from mmpos_server.metrics import MethodMetrics, Metrics, aggregate
@@ -131,6 +133,9 @@ def test_documented_metrics_match_the_server_metrics(tmp_path: Path) -> None:
             rows.append(f"| `{name}` | {family.type} | {', '.join(sorted(labels))} | {family.documentation} |")
     page = (ROOT / "docs/service-metrics.md").read_text()
     assert re.findall(r"^\| `.*$", page, re.MULTILINE) == rows
+    places = [place.name for place in vars(Arrivals(1.0)).values() if isinstance(place, Places)]
+    assert len(places) == 5
+    assert all(f"`{reason}`" in page for reason in (*places, "late_messages", "overload", "stopping"))
 
 
 def test_overload_fires_the_alerts_of_lag_and_refusals() -> None:
@@ -155,7 +160,7 @@ def test_overload_fires_the_alerts_of_lag_and_refusals() -> None:
             return server.metrics.registry.get_sample_value(name, labels) or 0.0
 
         def call() -> None:
-            place = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+            place: Any = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
             while not ended.is_set():
                 with suppress(grpc.RpcError):
                     place(raw)

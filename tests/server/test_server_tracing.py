@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,9 +32,10 @@ def exporter() -> Iterator[InMemorySpanExporter]:
     """Instrument the servers of a test, and yield their spans."""
     result, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(result))
-    GrpcAioInstrumentorServer().instrument(tracer_provider=provider)
+    instrumentor: Any = GrpcAioInstrumentorServer
+    instrumentor().instrument(tracer_provider=provider)
     yield result
-    GrpcAioInstrumentorServer().uninstrument()
+    instrumentor().uninstrument()
 
 
 def test_each_call_and_stream_is_a_span_in_its_callers_trace(serve: Serve, exporter: InMemorySpanExporter) -> None:
@@ -47,10 +47,11 @@ def test_each_call_and_stream_is_a_span_in_its_callers_trace(serve: Serve, expor
     items = [pb.StreamPlaceRequest(query=pb.PositionsQuery(profile=f"echo {number}")) for number in range(3)]
     answers = serving.stream(iter(items), metadata=METADATA)
     assert [list(answer.positions.cu_seqlens) for answer in answers] == [[0], [1], [2]]
-    listed = serving.channel.stream_stream(REFLECTION)(iter([b"\x3a\x00"]), metadata=METADATA)
+    channel: Any = serving.channel
+    listed = channel.stream_stream(REFLECTION)(iter([b"\x3a\x00"]), metadata=METADATA)
     assert b"grpc.health.v1.Health" in next(listed)
     listed.cancel()
-    watched = serving.channel.unary_stream(WATCH)(b"", metadata=METADATA)
+    watched = channel.unary_stream(WATCH)(b"", metadata=METADATA)
     assert next(watched) == b"\x08\x01"
     watched.cancel()
 
@@ -74,7 +75,7 @@ def test_an_instrumented_program_sends_its_last_spans_when_it_ends(workers: str)
         "OTEL_BSP_SCHEDULE_DELAY": "600000",
         "OTEL_PYTHON_GRPC_EXCLUDED_SERVICES": "grpc.health.v1.Health",
     }
-    instrument = Path(sysconfig.get_path("scripts")) / "opentelemetry-instrument"
+    instrument = f"{sysconfig.get_path('scripts')}/opentelemetry-instrument"
     command = [instrument, sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0", "--workers", workers]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}) as process:
         assert process.stdout is not None

@@ -18,7 +18,7 @@ import pytest
 from certificates import make_certificate
 from http2 import Connection
 from server_program import Start
-from serving import PLACE, KeptLogs, Serve, items, query, status_of
+from serving import PLACE, SERVICE, KeptLogs, Serve, items, query, status_of
 from waiting import eventually
 
 import mmpos
@@ -98,7 +98,9 @@ def test_the_line_of_a_call_says_who_called_and_why_it_failed(serve: Serve) -> N
     with pytest.raises(grpc.RpcError):
         server.place(request.SerializeToString(), metadata=named)
     list(server.stream(items("echo 1", "fail bug"), metadata=named))
-    answered, failed, bug, stream = logs.lines()
+    with Connection(server.address) as connection:
+        assert status_of(connection, f"{SERVICE}/Nothing", b"", (b"x-request-id", b"me")) == "UNIMPLEMENTED"
+    answered, failed, bug, stream, unknown = logs.lines()
     assert answered["milliseconds"] > 0
     assert answered["peer"].startswith("ipv4:127.0.0.1:")
     assert failed["message"].startswith("why ééé")
@@ -111,6 +113,7 @@ def test_the_line_of_a_call_says_who_called_and_why_it_failed(serve: Serve) -> N
     why = {"reason": "", "profile": "fail limit", "scheme": "x" * 100}
     sizes = {"request_bytes": request.ByteSize(), "response_bytes": 0}
     assert failed == {**both, "level": "warning", "method": "Place", "status": "RESOURCE_EXHAUSTED", **sizes, **why}
+    assert (unknown["status"], unknown["reason"], unknown["request_id"]) == ("UNIMPLEMENTED", "", "me")
     assert (bug["event"], bug["level"], bug["request_id"]) == ("internal error", "error", "me.2")
     assert "KeyError" in bug["exception"]
     assert stream == {**both, "level": "info", "method": "StreamPlace", "status": "OK", "sampled": 1, "items": 2}

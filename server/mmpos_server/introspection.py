@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 
 from mmpos.errors import MmposError, UnsupportedError
 from mmpos_server.health import Health, describe
+from mmpos_server.methods import refused_by
 
 if TYPE_CHECKING:
     from mmpos_server.endpoints import Shared
@@ -82,5 +83,8 @@ class Introspection:
 
     async def _abort(self, error: Exception, context: Any, method: str) -> bytes:
         failed = self._shared.failed(error, self._shared.request_id(context), method)
+        why = {"reason": refused_by(error) or "", "message": failed.message}
+        who = {"client": "", "peer": context.peer(), "request_id": failed.request_id}
+        self._shared.logs.call(True, method=method, status=failed.status, **who, **why)
         await context.abort(failed.code, failed.message, failed.metadata)
         raise asyncio.CancelledError  # not reached: abort raises an error

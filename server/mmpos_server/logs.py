@@ -84,9 +84,8 @@ class Logs(QueueHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Format a record and put it into the queue."""
         # grpc quotes paths and metadata that are not UTF-8, which may contain a token.
-        if str(record.msg).startswith("Invalid encoding on") or (
-            record.exc_info and record.exc_info[0] is UnicodeDecodeError
-        ):
+        undecoded = record.exc_info is not None and record.exc_info[0] is UnicodeDecodeError
+        if undecoded or str(record.msg).startswith("Invalid encoding on"):
             self.seldom("a path or metadata is not UTF-8")
         else:
             super().emit(record)

@@ -67,7 +67,7 @@ EXTRAS = {
     "cli": "from mmpos.__main__ import main; main(['demo', '-o', 'demo.png'])",
     "client": "from mmpos.client import Client; Client('localhost:1').close()",
     "server": SERVE,
-    "server otel": "import mmpos_server.tracing",
+    "server otel": "import mmpos_server.app, opentelemetry.distro, opentelemetry.instrumentation.grpc",
 }
 """A program for each extra that needs no torch; the environments of all tests cover the others."""
 

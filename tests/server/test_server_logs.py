@@ -10,18 +10,21 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from certificates import make_certificate
+from http2 import Connection
 from server_program import Start
+from serving import PLACE, SERVICE, KeptLogs, Serve, items, query, status_of
 from waiting import eventually
 
 import mmpos
 from mmpos.client import Client
+from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.rpc.v1.scheme_pb2 import Scheme
 from mmpos_server import logs as logs_module
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen, warn
@@ -62,7 +65,7 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     assert [(line["level"], line.get("logger"), line["event"].splitlines()[0][:22]) for line in lines] == [
         ("info", None, "ours"),
         ("warning", "library", "two"),
-        ("warning", None, "metadata is not UTF-8"),
+        ("warning", None, "a path or metadata is "),
         ("warning", "py.warnings", "<string>:20: UserWarni"),
         ("error", None, "exception in a thread"),
         ("error", None, "exception ignored"),
@@ -75,93 +78,88 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     assert b"secret" not in completed.stderr
 
 
-def written(use: Callable[[Logs], None], **options: Any) -> list[dict[str, Any]]:
-    """Return the lines that a function writes, without their times."""
-    kept = io.BytesIO()
-    logs = Logs(io.TextIOWrapper(kept), **options)
-    use(logs)
-    logs.close(60.0)
-    logs.info("too late")
-    lines = [json.loads(line) for line in kept.getvalue().splitlines()]
-    assert all(datetime.fromisoformat(line.pop("timestamp")).tzinfo for line in lines)
-    return lines
-
-
 def test_failed_calls_are_logged_and_answered_ones_sampled() -> None:
-    def use(logs: Logs) -> None:
+    for sample, numbers in ((0, [1]), (3, [0, 1, 4]), (1, list(range(7)))):
+        logs = KeptLogs(sample)
         for number in range(7):
             if number == 1 or logs.sampled():
-                logs.call(failed=number == 1, method="Place", number=number)
+                logs.call(failed=number == 1, number=number)
+        lines = logs.lines()
+        assert [line["number"] for line in lines] == numbers
+        assert all(line.get("sampled") == (sample if line["level"] == "info" else None) for line in lines)
 
-    failed = {"level": "warning", "event": "call", "method": "Place", "number": 1}
-    sampled = {"level": "info", "event": "call", "method": "Place"}
-    assert written(use, sample=0) == [failed]
-    assert written(use, sample=3) == [
-        {**sampled, "number": 0, "sampled": 3},
-        failed,
-        {**sampled, "number": 4, "sampled": 3},
-    ]
-    assert [line["number"] for line in written(use, sample=1)] == list(range(7))
+
+def test_the_line_of_a_call_says_who_called_and_why_it_failed(serve: Serve) -> None:
+    logs = KeptLogs()
+    server = serve(options={"logs": logs})
+    named = [("x-request-id", "me")]
+    server.place(query("echo 7"), metadata=named)
+    request = pb.PlaceRequest(query=pb.PositionsQuery(profile="fail limit", scheme=Scheme(name="x" * 300)))
+    with pytest.raises(grpc.RpcError):
+        server.place(request.SerializeToString(), metadata=named)
+    list(server.stream(items("echo 1", "fail bug"), metadata=named))
+    with Connection(server.address) as connection:
+        assert status_of(connection, f"{SERVICE}/Nothing", b"", (b"x-request-id", b"me")) == "UNIMPLEMENTED"
+    answered, failed, bug, stream, unknown = logs.lines()
+    assert answered["milliseconds"] > 0
+    assert answered["peer"].startswith("ipv4:127.0.0.1:")
+    assert failed["message"].startswith("why ééé")
+    for line in (answered, failed, stream):
+        for name in ("timestamp", "milliseconds", "peer", "message"):
+            line.pop(name, None)
+    both = {"event": "call", "client": "127.0.0.1", "request_id": "me"}
+    sizes = {"request_bytes": len(query("echo 7")), "response_bytes": 5, "documents": 1, "tokens": 2, "images": 3}
+    assert answered == {**both, "level": "info", "method": "Place", "status": "OK", "sampled": 1, **sizes}
+    why = {"reason": "", "profile": "fail limit", "scheme": "x" * 100}
+    sizes = {"request_bytes": request.ByteSize(), "response_bytes": 0}
+    assert failed == {**both, "level": "warning", "method": "Place", "status": "RESOURCE_EXHAUSTED", **sizes, **why}
+    assert (unknown["status"], unknown["reason"], unknown["request_id"]) == ("UNIMPLEMENTED", "", "me")
+    assert (bug["event"], bug["level"], bug["request_id"]) == ("internal error", "error", "me.2")
+    assert "KeyError" in bug["exception"]
+    assert stream == {**both, "level": "info", "method": "StreamPlace", "status": "OK", "sampled": 1, "items": 2}
 
 
 def test_a_repeated_event_is_written_at_most_once_a_second_with_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
+    logs, now = KeptLogs(), [10.0]
     monkeypatch.setattr(logs_module, "monotonic", lambda: now[0])
-
-    def use(logs: Logs) -> None:
-        for now[0] in (10.0, 10.1, 10.9, 11.0, 11.5, 20.0):
-            logs.seldom("wrong", at=now[0])
-        monkeypatch.undo()
-
-    lines = [(line["event"], line["times"], line["at"]) for line in written(use)]
-    assert lines == [("wrong", 1, 10.0), ("wrong", 3, 11.0), ("wrong", 2, 20.0)]
+    for now[0] in (10.0, 10.1, 10.9, 11.0, 11.5, 20.0):
+        logs.seldom("wrong", at=now[0])
+    monkeypatch.undo()
+    assert [(line["times"], line["at"]) for line in logs.lines()] == [(1, 10.0), (3, 11.0), (2, 20.0)]
 
 
-def test_lines_that_cannot_be_written_are_counted_and_reported(tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full, (tmp_path / "log").open("w") as file:
-        logs = Logs(full)
-        for _ in range(3):
-            logs.info("lost")
-        assert eventually(lambda: logs.lost == 3)
-        os.dup2(file.fileno(), full.fileno())  # accepts lines again
-        logs.info("kept")
-        logs.info("also")
-        logs.close(60.0)
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["log lines dropped", "kept", "also"]
-    assert (lines[0]["level"], lines[0]["lines"]) == ("warning", 3)
+class SmallDisk(io.RawIOBase):
+    """A file on a disk that has ``left`` bytes."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.kept = left, b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.left:
+            raise OSError(errno.ENOSPC, "full")
+        part = bytes(data)[: self.left]
+        self.left -= len(part)
+        self.kept += part
+        return len(part)
 
 
-def test_a_line_after_one_of_which_the_disk_took_a_part_is_on_a_line_of_its_own() -> None:
-    kept = io.BytesIO()
-
-    class Small(io.RawIOBase):
-        left = 70
-
-        def writable(self) -> bool:
-            return True
-
-        def write(self, data: Any) -> int:
-            if not self.left:
-                raise OSError(errno.ENOSPC, "full")
-            size = kept.write(bytes(data)[: self.left])
-            self.left -= size
-            return size
-
-    small = Small()
-    logs = Logs(io.TextIOWrapper(io.BufferedWriter(small)))
-    for _ in range(2):
-        logs.info("torn", text="x" * 100)
-    assert eventually(lambda: logs.lost == 2)
-    small.left = 10_000
-    logs.info("whole")
+def test_lines_that_a_full_disk_refuses_are_counted_and_a_torn_one_spoils_no_other() -> None:
+    disk = SmallDisk(70)
+    logs = Logs(io.TextIOWrapper(io.BufferedWriter(disk)))
+    for _ in range(3):
+        logs.info("lost", text="x" * 100)
+    assert eventually(lambda: logs.lost == 3)
+    disk.left = 10_000
+    for event in ("kept", "also"):
+        logs.info(event)
     logs.close(60.0)
-    torn, *lines = kept.getvalue().splitlines()
+    torn, *lines = disk.kept.splitlines()
     assert len(torn) == 70
-    assert [(line["event"], line.get("lines")) for line in map(json.loads, lines)] == [
-        ("log lines dropped", 2),
-        ("whole", None),
-    ]
+    seen = [(line["event"], line["level"], line.get("lines")) for line in map(json.loads, lines)]
+    assert seen == [("log lines dropped", "warning", 3), ("kept", "info", None), ("also", "info", None)]
 
 
 def test_a_log_that_nobody_reads_keeps_nobody_waiting() -> None:
@@ -177,6 +175,23 @@ def test_a_log_that_nobody_reads_keeps_nobody_waiting() -> None:
     (report,) = [line for line in lines if line["event"] == "log lines dropped"]
     assert report["lines"] == dropped
     assert [line["number"] for line in lines if line != report] == list(range(10_500 - dropped))
+
+
+def test_callers_cannot_make_grpc_write_to_the_log(start: Start, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    server = start("--tls-cert", str(cert), "--tls-key", str(key))
+    with Client(server.address) as client:
+        assert not client.healthy()
+    server.process.terminate()
+    assert server.end()[0] == 0
+    plain = start()
+    with Connection(plain.address) as connection:
+        status_of(connection, PLACE, b"", (b"grpc-timeout", b"bad"), (b"secret", b"secret\xff"))
+    plain.process.terminate()
+    plain.end()
+    assert {line["event"] for line in server.lines()} == {"draining", "stopped"}
+    assert "secret" not in plain.log.read_text()
+    assert {line["level"] for line in plain.lines()} <= {"info", "warning"}
 
 
 @pytest.mark.parametrize("flags", [[], ["--workers", "2"]])
@@ -241,7 +256,8 @@ def test_a_server_with_workers_warns_once(start: Start, tmp_path: Path) -> None:
     tokens.write_text("alice alice-alice-alice-1\n")
     tokens.chmod(0o644)
     server = start("--token-file", str(tokens), "--workers", "2")
-    assert [line["file"] for line in server.lines() if line["level"] == "warning"] == [str(tokens)]
+    server.process.terminate()
+    assert [line["file"] for line in server.end()[1] if line["level"] == "warning"] == [str(tokens)]
 
 
 def test_logging_is_restored_after_the_server_ends(capsys: pytest.CaptureFixture[str]) -> None:

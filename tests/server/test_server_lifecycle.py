@@ -268,7 +268,8 @@ def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing
     assert killed not in server.workers
     assert all(answered(server) for _ in range(12))
     assert eventually(lambda: metrics_of(page).get(counted) == 24)  # a dead worker's calls stay counted
-    server.process.terminate()
+    for pid in (*server.workers, server.process.pid):  # as a terminal does
+        os.kill(pid, signal.SIGINT)
     code, lines = server.end()
     assert code == 0
     assert [line["exit_code"] for line in lines if line["event"] == "worker died"] == [-9]

@@ -260,7 +260,7 @@ class PositionTable:
         """
         if self.num_tokens > INT32_MAX:
             raise LimitExceededError(f"cu_seqlens: got {self.num_tokens} tokens, want at most 2**31 - 1 for int32")
-        cu_seqlens = np.empty(self.num_documents + 1, np.int32)
+        cu_seqlens = np.empty(self.documents.shape[1] + 1, np.int32)
         cu_seqlens[:-1], cu_seqlens[-1] = self.documents[FIRST_TOKEN], self.num_tokens
         return read_only(cu_seqlens)
 

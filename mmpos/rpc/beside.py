@@ -12,18 +12,16 @@ import struct
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import EncodeError, Message
 
+from mmpos.errors import LimitExceededError
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.support import native
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["LEAST_BYTES", "Beside"]
 
@@ -32,10 +30,13 @@ LEAST_BYTES = 2**16
 
 Data = npt.NDArray[np.uint8]
 Piece = bytes | memoryview
-Paths = Mapping[int, "Paths | None"]
-"""Fields by number: nested paths for messages that contain tensors, None for the data of a tensor."""
+Fields = Mapping[int, tuple[str, "Fields | None"]]
+"""Fields that hold messages: a repeated field's name, else "", and the fields of its messages that do so in turn.
+Fields that hold the data or the shape of a tensor have None, and the latter its name.
+"""
 
 M = TypeVar("M", bound=Message)
+
 
 # The mark replaces a tensor in a message, followed by the tensor's position and size; it is random, so that nobody can
 # forge it.
@@ -43,8 +44,10 @@ _MARK = secrets.token_bytes(16)
 _PLACE = struct.Struct("<QQ")
 _MARK_BYTES = len(_MARK) + _PLACE.size
 
-_MOST_FIELDS = 64
-"""Maximum number of fields of a message that are searched for large tensors; a tensor itself has few fields."""
+_MOST_FIELDS, _SHAPE_BYTES = 64, 80
+"""Maximum number of fields in a message of a request, apart from repeated messages, and size of the shape of a tensor
+in bytes: 8 numbers of up to 10 bytes. No encoder writes more.
+"""
 
 _MOST_BYTES = 2**31 - 1
 """Maximum size of a message in bytes."""
@@ -53,25 +56,18 @@ _MOST_BYTES = 2**31 - 1
 class Beside:
     """The large tensors of one call: those of the message that it writes, and of the message that it has read."""
 
-    def __init__(self) -> None:
-        self._raw = b""
-        self._large: list[Data] = []
+    _raw = b""
+    _large: tuple[Data, ...] = ()
 
     @property
     def size(self) -> int:
         """Total bytes of the tensors beside the message."""
         return sum(data.size for data in self._large)
 
-    def put(self, message: pb.Tensor, data: Data) -> bool:
-        """Keep the bytes of a large tensor for ``serialize``; they must not change until then.
-
-        Return False for a small tensor, whose bytes belong in the message.
-        """
-        if data.size < LEAST_BYTES:
-            return False
+    def put(self, message: pb.Tensor, data: Data) -> None:
+        """Keep the bytes of a large tensor for ``serialize``; they must not change until then."""
         message.data = _MARK + _PLACE.pack(len(self._large), data.size)
-        self._large.append(data)
-        return True
+        self._large = (*self._large, data)
 
     def data(self, message: pb.Tensor) -> bytes | memoryview:
         """Return the bytes of a received tensor, from its message or from the raw bytes."""
@@ -89,15 +85,24 @@ class Beside:
         """
         return kind.FromString(self.marked(kind, raw))
 
-    def marked(self, kind: type[Message], raw: bytes) -> bytes:
-        """Return the bytes of a message with marks in place of its large tensors, which ``data`` then reads."""
+    def marked(self, kind: type[Message], raw: bytes, most: Mapping[str, int] | None = None) -> bytes:
+        """Return the bytes of a message with marks in place of its large tensors, which ``data`` then reads.
+
+        Args:
+            kind: type of the message.
+            raw: bytes of the message; if they are fewer than LEAST_BYTES, they are returned unchanged.
+            most: maximum number of messages in each repeated field, and of all other "fields"; None for an answer.
+
+        Raises:
+            LimitExceededError: the message has more. Protobuf would create up to 300 bytes for each two of them.
+        """
         self._raw = raw
-        paths = _paths(kind.DESCRIPTOR) if len(raw) >= LEAST_BYTES else {}
-        places = _large_of(raw, 0, len(raw), paths) if paths else []
-        if not places:
+        if len(raw) < LEAST_BYTES:
             return raw
-        marks: deque[tuple[int, Piece]] = deque((begin, _MARK + _PLACE.pack(begin, size)) for begin, size in places)
-        pieces, _ = _filled(raw, 0, len(raw), marks)
+        search = _Search(raw, most)
+        if not search.look(0, len(raw), _fields(kind.DESCRIPTOR)) or not search.tensors:
+            return raw
+        pieces, _ = _filled(raw, 0, len(raw), deque((at, _MARK + _PLACE.pack(at, size)) for at, size in search.tensors))
         return b"".join(pieces)
 
     def serialize(self, message: Message) -> bytes:
@@ -118,58 +123,83 @@ class Beside:
         pieces, size = _filled(raw, 0, len(raw), tensors)
         if size > _MOST_BYTES:
             raise EncodeError("Failed to serialize proto")
-        return _joined(pieces)
-
-
-def _joined(pieces: Iterable[Piece]) -> bytes:
-    whole: bytes | None = None if native.core is None else native.core.joined(tuple(pieces))
-    return b"".join(pieces) if whole is None else whole
+        whole: bytes | None = None if native.core is None else native.core.joined(tuple(pieces))
+        return b"".join(pieces) if whole is None else whole
 
 
 @lru_cache(maxsize=256)
-def _paths(kind: Descriptor) -> Paths:
-    """Return the fields of a message that contain tensors, except repeated ones."""
+def _fields(kind: Descriptor) -> Fields:
+    """Return the fields of a message that hold messages, or the data and the shape of a tensor."""
     if kind is pb.Tensor.DESCRIPTOR:
-        return {kind.fields_by_name["data"].number: None}
-    inner = {
-        field.number: _paths(field.message_type)
+        return {kind.fields_by_name["data"].number: ("", None), kind.fields_by_name["shape"].number: ("shape", None)}
+    return {
+        field.number: (field.name if field.is_repeated else "", _fields(field.message_type))
         for field in kind.fields
-        if field.message_type is not None and not field.is_repeated
+        if field.message_type is not None
     }
-    return {number: paths for number, paths in inner.items() if paths}
 
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # low bits of a tag
+_VARINT, _FIXED64, _LENGTH, _GROUP, _END_GROUP, _FIXED32 = range(6)  # low bits of a tag
 
 
-def _large_of(raw: bytes, begin: int, end: int, paths: Paths) -> list[tuple[int, int]]:
-    """Find the large tensors of a message as (offset, size) pairs; return an empty list if the message is unusual."""
-    places: list[tuple[int, int]] = []
-    at = begin
-    try:
-        for _ in range(_MOST_FIELDS):
-            if at == end:
-                return places
-            tag, at = _varint(raw, at)
-            kind, length = tag & 7, 0
-            if kind == _VARINT:
-                _, at = _varint(raw, at)
-            elif kind in (_FIXED64, _FIXED32):
-                length = 8 if kind == _FIXED64 else 4
-            elif kind == _LENGTH:
-                length, at = _varint(raw, at)
-            else:
-                return []
-            stop = at + length
-            if stop > end:
-                return []
-            if kind == _LENGTH and length >= LEAST_BYTES and tag >> 3 in paths:
-                inner = paths[tag >> 3]
-                places += [(at, length)] if inner is None else _large_of(raw, at, stop, inner)
-            at = stop
-    except (IndexError, OverflowError):
-        pass
-    return []
+class _Search:
+    """Search for large tensors in a message that counts what it passes, without creating an object per field."""
+
+    def __init__(self, raw: bytes, most: Mapping[str, int] | None) -> None:
+        self._raw, self._most, self._left = raw, most, dict(most or {})
+        self.tensors: list[tuple[int, int]] = []  # offset and size of each
+
+    def look(self, at: int, end: int, known: Fields, alone: bool = True) -> bool:
+        """Look at the known fields of a message; return False if protobuf refuses it, or reads parts of it otherwise.
+
+        Tensors are listed only if they are ``alone``, with no repeated field around them.
+        """
+        raw, whole, fields = self._raw, True, 0
+        try:
+            while at < end:
+                tag, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
+                kind, length, name = tag & 7, 0, ""
+                if kind == _VARINT:
+                    _, at = _varint(raw, at)
+                elif kind == _LENGTH:
+                    length, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
+                elif kind in (_FIXED64, _FIXED32):
+                    length = 8 if kind == _FIXED64 else 4
+                elif kind in (_GROUP, _END_GROUP):
+                    whole = False  # of an unknown field; what is inside is counted like what is outside
+                else:
+                    return False
+                if at + length > end:
+                    return False
+                if kind == _LENGTH and tag >> 3 in known:
+                    name, inner = known[tag >> 3]
+                    if name:
+                        self._count(name, length)
+                    if inner:
+                        whole &= self.look(at, at + length, inner, alone and not name)
+                    elif inner is None and alone and not name and length >= LEAST_BYTES:
+                        self.tensors.append((at, length))
+                at += length
+                if not name and self._most is not None:
+                    self._count("fields")
+                    fields += 1
+                    if fields > _MOST_FIELDS:
+                        raise LimitExceededError(f"fields: got over {_MOST_FIELDS} in one message, want packed numbers")
+        except (IndexError, OverflowError):
+            return False
+        return whole
+
+    def _count(self, name: str, size: int = 0) -> None:
+        if self._most is None:
+            return
+        if name == "shape":
+            if size > _SHAPE_BYTES:
+                raise LimitExceededError(f"shape: got {size} bytes, want at most {_SHAPE_BYTES}, 8 axes")
+        elif self._left[name] > 0:
+            self._left[name] -= 1
+        else:
+            most = self._most[name]
+            raise LimitExceededError(f"{name}: got over {most}, want at most {most} in one request to this server")
 
 
 def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]]) -> tuple[list[Piece], int]:
@@ -203,12 +233,7 @@ def _filled(raw: bytes, begin: int, end: int, tensors: deque[tuple[int, Piece]])
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Parse a varint; return its value and the offset of its end.
-
-    Raises:
-        IndexError: the bytes end inside the varint.
-        OverflowError: the varint is longer than a 64-bit value requires.
-    """
+    """Parse a varint; return its value and the offset of its end, or raise an IndexError or OverflowError."""
     value = shift = 0
     while shift < 70:
         byte = raw[at]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -13,7 +12,7 @@ from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import Layout, PositionTable, Side
-from mmpos.positions.table_rows import AXES, MAX_AXES
+from mmpos.positions.table_rows import AXES, FIRST_SEGMENT, FIRST_TOKEN, MAX_AXES, NEXT_POSITION, NO_POSITION, OFFSET
 from mmpos.rpc.queries import (
     Decode,
     Dense,
@@ -37,7 +36,6 @@ from mmpos.rpc.tensors import (
     in_columns,
     integer_lists,
     integers,
-    optional,
     path,
     put_integers,
     put_rational,
@@ -130,24 +128,47 @@ _LISTS = (
 
 def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> None:
     """Fill a message with a segment table."""
-    put_integers(message.kind, segments.kind + np.uint8(1))
-    frames, height, width = segments.extents
-    if (frames != 1).any():
-        put_integers(message.frames, frames)
-    put_integers(message.height, height)
-    put_integers(message.width, width)
-    put_integers(message.segments_per_document, segments.segment_offsets[1:] - segments.segment_offsets[:-1])
+    put_each_segments([message], segments, [0, segments.num_documents])
+
+
+def put_each_segments(
+    messages: Sequence[table_pb2.SegmentTable], segments: SegmentTable, documents: Sequence[int]
+) -> None:
+    """Fill each message with the segments of some documents, listed by the first of each message, then their number."""
+    offsets = segments.segment_offsets
+    first = offsets[documents]
+
+    def put(field: str, values: npt.NDArray[Any], stops: Sequence[int]) -> None:
+        numbers = values.tolist()
+        for message, begin, stop in zip(messages, stops, stops[1:], strict=False):
+            getattr(message, field).extend(numbers[begin:stop])
+
+    def put_some(field: str, some: npt.NDArray[np.bool_], values: npt.NDArray[Any] | None = None) -> None:
+        """Write values of some segments, or their indices, counted from the first segment of each message."""
+        (index,) = some.nonzero()
+        cuts = index.searchsorted(first)
+        put(field, index - first[:-1].repeat(np.diff(cuts)) if values is None else values[index], cuts.tolist())
+
+    stops = first.tolist()
+    put("kind", segments.kind + np.uint8(1), stops)
+    for field, sides in zip(_LISTS[1:4], segments.extents, strict=True):
+        if field != "frames" or (sides != 1).any():
+            put(field, sides, stops)
+    put("segments_per_document", offsets[1:] - offsets[:-1], documents)
     if segments.seconds_per_frame is not None:
-        for numerator, denominator in segments.seconds_per_frame.T.tolist():
-            message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
+        times, alone = segments.seconds_per_frame.T.tolist(), len(messages) == 1
+        for message, begin, stop in zip(messages, stops, stops[1:], strict=False):
+            if alone or any(numerator for numerator, _ in times[begin:stop]):  # another document may be the timed one
+                for numerator, denominator in times[begin:stop]:
+                    message.seconds_per_frame.add(numerator=numerator, denominator=denominator)
     if segments.row_separator is not None:
-        put_integers(message.row_separator_segments, np.flatnonzero(segments.row_separator))
+        put_some("row_separator_segments", segments.row_separator)
     if segments.extra_tokens is not None:
-        put_integers(message.extra_tokens, segments.extra_tokens[segments.kind >= CLIP])
+        put_some("extra_tokens", segments.kind >= CLIP, segments.extra_tokens)
     if segments.first_frame is not None:
-        (named,) = (segments.first_frame != NO_FRAME).nonzero()
-        put_integers(message.first_frame_segments, named)
-        put_integers(message.first_frames, segments.first_frame[named])
+        named = segments.first_frame != NO_FRAME
+        put_some("first_frame_segments", named)
+        put_some("first_frames", named, segments.first_frame)
 
 
 def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
@@ -227,14 +248,34 @@ def _extra_tokens(name: str, numbers: IntArray, kind: IntArray) -> IntArray | No
     return extra
 
 
-def put_table(message: table_pb2.PositionTable, positions: PositionTable) -> None:
-    """Fill a message with a position table."""
-    message.table = positions.table.astype("<i8", copy=False).tobytes()
-    message.documents = positions.documents.astype("<i8", copy=False).tobytes()
-    message.num_tokens = positions.num_tokens
+def put_table(
+    message: table_pb2.PositionTable, positions: PositionTable, part: tuple[IntArray, IntArray, int] | None = None
+) -> None:
+    """Fill a message with a position table, or with a part of one: its columns, documents and number of tokens."""
+    table, documents, num_tokens = part or (positions.table, positions.documents, positions.num_tokens)
+    message.table = table.astype("<i8", copy=False).tobytes()
+    message.documents = documents.astype("<i8", copy=False).tobytes()
+    message.num_tokens = num_tokens
     message.axes = positions.axes
     message.fractional = positions.fractional
     message.scheme = positions.scheme
+
+
+def put_each_result(messages: Sequence[pb.Positions], positions: PositionTable) -> None:
+    """Fill each message with the positions of one document."""
+    table, documents = positions.table.copy(), positions.documents.copy()
+    first = np.append(documents[:NEXT_POSITION], [[positions.num_segments], [positions.num_tokens]], axis=1)
+    segments, tokens = first.tolist()
+    table[OFFSET] -= first[FIRST_TOKEN, :-1].repeat(np.diff(first[FIRST_SEGMENT]))
+    documents[:NEXT_POSITION] = 0
+    for d, message in enumerate(messages):
+        columns, length = table[:, segments[d] : segments[d + 1]], tokens[d + 1] - tokens[d]
+        put_table(message.table, positions, (columns, documents[:, d], length))
+        next_position, delta = documents[NEXT_POSITION:, d].tolist()
+        if next_position != NO_POSITION:
+            message.next_positions.append(next_position)
+            message.deltas.append(delta)
+        message.cu_seqlens.extend((0, length))
 
 
 def get_table(name: str, message: table_pb2.PositionTable) -> PositionTable:
@@ -263,19 +304,28 @@ def _rows(name: str, data: bytes, rows: int) -> IntArray:
     return np.frombuffer(data, "<i8").astype(np.int64, copy=False).reshape(rows, -1)
 
 
-def _put_spans(message: pb.Spans, spans: Spans) -> None:
-    put_integers(message.lengths, int_array("lengths", spans.lengths, (None,)))
-    put_integers(message.offsets, int_array("offsets", spans.offsets, (None,)))
-    put_integers(message.grid_thw, int_array("grid_thw", spans.grid_thw, (len(message.offsets), 3)))
-    if spans.documents is not None:
-        put_integers(message.documents, int_array("documents", spans.documents, (len(message.offsets),)))
-    _put_seconds(message, spans.seconds_per_frame)
-    message.row_separator = boolean("row_separator", spans.row_separator)
-    if spans.kind is not None:
-        put_integers(message.kind, int_array("kind", spans.kind, (len(message.offsets),)) + 1)
-    if spans.extra_tokens is not None:
-        put_integers(message.extra_tokens, int_array("extra_tokens", spans.extra_tokens, (len(message.offsets),)))
+def _put_source(message: pb.Spans | pb.InputIds, source: Spans | InputIds, beside: Beside | None) -> None:
+    """Fill a message with documents; its fields have the names of their attributes."""
     message.SetInParent()
+    for field in message.DESCRIPTOR.fields:
+        name, value = field.name, getattr(source, field.name)
+        if value is None:
+            continue
+        if name == "placeholders":
+            if value != Placeholders():
+                put_placeholders(getattr(message, name), value)
+        elif name == "seconds_per_frame":
+            for time in rationals(name, value):
+                put_rational(message.seconds_per_frame.add(), time)
+        elif field.message_type is not None:
+            put_tensor(getattr(message, name), _whole(name, value), beside)
+        elif field.is_repeated:
+            numbers = int_array(name, value, (None, 3) if name.endswith("grid_thw") else (None,))
+            put_integers(getattr(message, name), numbers + (name == "kind"))
+        elif name == "spatial_merge_size":
+            setattr(message, name, integer(name, value, maximum=INT32_MAX))
+        else:
+            setattr(message, name, boolean(name, value))
 
 
 def _get_spans(message: pb.Spans) -> Spans:
@@ -293,40 +343,22 @@ def _get_spans(message: pb.Spans) -> Spans:
     )
 
 
-def _put_input_ids(message: pb.InputIds, source: InputIds, beside: Beside | None) -> None:
-    put_tensor(message.input_ids, _whole("input_ids", source.input_ids), beside)
-    for field in ("image_grid_thw", "video_grid_thw"):
-        grids = getattr(source, field)
-        if grids is not None:
-            put_integers(getattr(message, field), int_array(field, grids, (None, 3)))
-    if source.placeholders != Placeholders():
-        put_placeholders(message.placeholders, source.placeholders)
-    if source.spatial_merge_size is not None:
-        message.spatial_merge_size = integer("spatial_merge_size", source.spatial_merge_size, maximum=INT32_MAX)
-    if source.cu_seqlens is not None:
-        put_integers(message.cu_seqlens, int_array("cu_seqlens", source.cu_seqlens, (None,)))
-    if source.attention_mask is not None:
-        put_tensor(message.attention_mask, _whole("attention_mask", source.attention_mask), beside)
-    _put_seconds(message, source.seconds_per_frame)
-    if source.audio_lengths is not None:
-        put_integers(message.audio_lengths, int_array("audio_lengths", source.audio_lengths, (None,)))
-    message.frames_apart = boolean("frames_apart", source.frames_apart)
-
-
 def _get_input_ids(message: pb.InputIds, beside: Beside | None) -> InputIds:
-    mask = optional(message, "attention_mask")
-    return InputIds(
-        get_tensor("input_ids", required("", message, "input_ids"), beside=beside),
-        get_placeholders(message.placeholders),
-        integers(message.image_grid_thw, columns=3, name="image_grid_thw") if message.image_grid_thw else None,
-        integers(message.video_grid_thw, columns=3, name="video_grid_thw") if message.video_grid_thw else None,
-        cu_seqlens=integers(message.cu_seqlens) if message.cu_seqlens else None,
-        attention_mask=None if mask is None else get_tensor("attention_mask", mask, beside=beside),
-        seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
-        frames_apart=message.frames_apart,
-        audio_lengths=integers(message.audio_lengths) if message.audio_lengths else None,
-        spatial_merge_size=optional(message, "spatial_merge_size"),
-    )
+    if not message.HasField("input_ids"):
+        required("", message, "input_ids")
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        name = field.name
+        if name == "placeholders":
+            values[name] = get_placeholders(value)
+        elif name == "seconds_per_frame":
+            values[name] = get_seconds(name, value)
+        elif field.message_type is not None:
+            values[name] = get_tensor(name, value, beside=beside)
+        else:
+            columns = 3 if name.endswith("grid_thw") else None
+            values[name] = integers(value, columns=columns, name=name) if field.is_repeated else value
+    return InputIds(**values)
 
 
 def put_placeholders(message: table_pb2.Placeholders, placeholders: Placeholders) -> None:
@@ -337,13 +369,12 @@ def put_placeholders(message: table_pb2.Placeholders, placeholders: Placeholders
 
 def get_placeholders(message: table_pb2.Placeholders) -> Placeholders:
     """Read placeholders from a message."""
-    ids = {name: optional(message, name) for name in ("image", "video", "audio")}
-    crops, rows = optional(message, "crops"), integers(message.rows).tolist()
-    return Placeholders(
-        **ids,
-        rows=rows or None,
-        crops=None if crops is None else CropMarkers(*(getattr(crops, field.name) for field in fields(CropMarkers))),
-    )
+    values: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    if "rows" in values:
+        values["rows"] = tuple(values["rows"])
+    if "crops" in values:
+        values["crops"] = CropMarkers(*(getattr(values["crops"], field.name) for field in fields(CropMarkers)))
+    return Placeholders(**values)
 
 
 def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
@@ -352,11 +383,6 @@ def _whole(name: str, values: npt.ArrayLike) -> npt.NDArray[np.generic]:
     if array.dtype.kind == "b":
         return array.astype(np.uint8)
     return array.astype(np.int64) if array.dtype.kind in "iu" and array.dtype.name not in DATA_TYPES else array
-
-
-def _put_seconds(message: pb.Spans | pb.InputIds, seconds: Sequence[Fraction | float | None] | None) -> None:
-    for value in rationals("seconds_per_frame", seconds):
-        put_rational(message.seconds_per_frame.add(), value)
 
 
 _LAYOUTS: dict[pb.ShardLayout.ValueType, Layout] = {
@@ -376,10 +402,9 @@ def put_query(
     if isinstance(query.source, SegmentTable):
         message.segments.SetInParent()
         put_segments(message.segments, query.source)
-    elif isinstance(query.source, Spans):
-        _put_spans(message.spans, query.source)
     else:
-        _put_input_ids(message.input_ids, query.source, beside)
+        inner = message.spans if isinstance(query.source, Spans) else message.input_ids
+        _put_source(inner, query.source, beside)
     if profile is not None:
         message.profile = profile
     if query.scheme is not None:
@@ -401,26 +426,30 @@ def get_query(
     message: pb.PositionsQuery,
     beside: Beside | None = None,
     schemes: Mapping[str, type[Scheme]] = SCHEMES,
+    scheme: str | Scheme | None = None,
 ) -> PositionsQuery:
-    """Read the query from a message; fields left to a profile are None; see ``get_tensor`` for beside.
+    """Read the query from a message; ``scheme`` is that of a query without one; see ``get_tensor`` for beside.
 
     Raises:
         InvalidInputError: a field is missing, unknown or wrong; the message names it.
         UnsupportedError: a field has an unsupported value; the message names it.
     """
-    kind, dense = chosen(path(name, "source"), message, "source"), optional(message, "dense")
+    kind = message.WhichOneof("source")
     source: SegmentTable | Spans | InputIds
-    if kind == "input_ids":
+    if kind == "segments":
+        source = get_segments("", message.segments)
+    elif kind == "input_ids":
         source = _get_input_ids(message.input_ids, beside)
     else:
-        source = _get_spans(message.spans) if kind == "spans" else get_segments("", message.segments)
+        chosen(path(name, "source"), message, "source")
+        source = _get_spans(message.spans)
     return PositionsQuery(
         source=source,
-        scheme=get_scheme(path(name, "scheme"), message.scheme, schemes) if message.HasField("scheme") else None,
-        start=_one_or_each(name, message, "start", 0),
-        strict=optional(message, "strict"),
-        views=[_get_view(path(name, f"views[{i}]"), view) for i, view in enumerate(message.views)],
-        dense=None if dense is None else _get_dense(path(name, "dense"), dense),
+        scheme=get_scheme(f"{name}.scheme", message.scheme, schemes) if message.HasField("scheme") else scheme,
+        start=_one_or_each(name, message, "start", 0) if message.start_per_document else message.start,
+        strict=message.strict if message.HasField("strict") else None,
+        views=[_get_view(name, i, view) for i, view in enumerate(message.views)],
+        dense=_get_dense(f"{name}.dense", message.dense) if message.HasField("dense") else None,
     )
 
 
@@ -431,9 +460,9 @@ def put_result(message: pb.Positions, result: PositionsResult, beside: Beside | 
     if result.dense is not None:
         put_tensor(message.dense, result.dense, beside)
     if result.next_positions is not None and result.deltas is not None:
-        put_integers(message.next_positions, result.next_positions)
-        put_integers(message.deltas, result.deltas)
-    put_integers(message.cu_seqlens, result.cu_seqlens)
+        message.next_positions.extend(result.next_positions.tolist())
+        message.deltas.extend(result.deltas.tolist())
+    message.cu_seqlens.extend(result.cu_seqlens.tolist())
 
 
 def get_result(name: str, message: pb.Positions, beside: Beside | None = None) -> PositionsResult:
@@ -452,36 +481,37 @@ def get_result(name: str, message: pb.Positions, beside: Beside | None = None) -
 
 
 def _put_view(message: pb.View, view: View) -> None:
-    if isinstance(view, Take):
-        _put_arrays(message.take, view, "starts", "stops")
-    elif isinstance(view, Window):
-        _put_arrays(message.window, view, "documents", "starts", "lengths")
-    elif isinstance(view, Decode):
-        _put_one_or_each(message.decode, "steps", view.steps)
-    elif isinstance(view, Shard):
-        message.shard.layout = _number("layout", _LAYOUTS, view.layout)
-        message.shard.world_size = integer("world_size", view.world_size, minimum=1, maximum=INT32_MAX)
-        message.shard.rank = integer("rank", view.rank, minimum=0, maximum=view.world_size - 1)
-    else:
-        message.pad.side = _number("side", _SIDES, view.side)
-        if view.length is not None:
-            _put_one_or_each(message.pad, "length", view.length)
+    inner = getattr(message, type(view).__name__.lower())
+    inner.SetInParent()
+    if isinstance(view, Shard):
+        inner.layout = _number("layout", _LAYOUTS, view.layout)
+        inner.world_size = integer("world_size", view.world_size, minimum=1, maximum=INT32_MAX)
+        inner.rank = integer("rank", view.rank, minimum=0, maximum=view.world_size - 1)
+        return
+    for field, value in vars(view).items():
+        if field == "side":
+            inner.side = _number(field, _SIDES, value)
+        elif isinstance(view, Take | Window):
+            put_integers(getattr(inner, field), int_array(field, value, (None,)))
+        elif value is not None:
+            _put_one_or_each(inner, field, value)
 
 
-def _get_view(name: str, message: pb.View) -> View:
-    """Read the view from a message."""
-    kind = chosen(name, message, "view")
-    inner = getattr(message, kind)
-    name = path(name, kind)
+def _get_view(query: str, index: int, message: pb.View) -> View:
+    kind = message.WhichOneof("view")
+    if kind is None:
+        chosen(path(query, f"views[{index}]"), message, "view")
+    name = f"{query}.views[{index}].{kind}"
     if kind == "take":
-        return Take(*integer_lists(inner, "starts", "stops"))
+        return Take(*integer_lists(message.take, "starts", "stops"))
     if kind == "window":
-        return Window(*integer_lists(inner, "documents", "starts", "lengths"))
+        return Window(*integer_lists(message.window, "documents", "starts", "lengths"))
     if kind == "decode":
-        return Decode(_one_or_each(name, inner, "steps", 1))
+        return Decode(_one_or_each(name, message.decode, "steps", 1))
     if kind == "shard":
-        return Shard(inner.rank, inner.world_size, enum(name, inner, "layout", _LAYOUTS))
-    return Pad(_one_or_each(name, inner, "length", None), enum(name, inner, "side", _SIDES))
+        shard = message.shard
+        return Shard(shard.rank, shard.world_size, enum(name, shard, "layout", _LAYOUTS))
+    return Pad(_one_or_each(name, message.pad, "length", None), enum(name, message.pad, "side", _SIDES))
 
 
 def _get_dense(name: str, message: pb.Dense) -> Dense:
@@ -490,14 +520,7 @@ def _get_dense(name: str, message: pb.Dense) -> Dense:
     return Dense(enum(name, message, "dtype", _IDS), tuple(message.axes) or None)
 
 
-def _put_arrays(message: Message, view: Take | Window, *fields: str) -> None:
-    message.SetInParent()
-    for field in fields:
-        put_integers(getattr(message, field), int_array(field, getattr(view, field), (None,)))
-
-
 def _put_one_or_each(message: Message, field: str, value: npt.ArrayLike) -> None:
-    message.SetInParent()
     if not isinstance(value, int) and host_array(field, value).ndim:
         put_integers(getattr(message, f"{field}_per_document"), int_array(field, value, (None,)))
     else:
@@ -505,10 +528,12 @@ def _put_one_or_each(message: Message, field: str, value: npt.ArrayLike) -> None
 
 
 def _one_or_each(name: str, message: Message, field: str, default: D) -> IntArray | int | D:
-    each: IntArray = integers(getattr(message, f"{field}_per_document"))
-    if each.size and message.HasField(field):
+    each = getattr(message, f"{field}_per_document")
+    if not each:
+        return getattr(message, field) if message.HasField(field) else default
+    if message.HasField(field):
         raise InvalidInputError(f"{path(name, field)} cannot be combined with {field}_per_document")
-    return each if each.size else default if not message.HasField(field) else getattr(message, field)
+    return integers(each)
 
 
 def _number(name: str, meanings: Mapping[E, T], meaning: T) -> E:

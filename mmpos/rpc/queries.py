@@ -34,65 +34,54 @@ __all__ = [
 ]
 
 
+class _View:
+    """Method of a position table with its arguments; the class has the name of the method."""
+
+    def view(self, positions: PositionTable) -> PositionTable:
+        """Call the method."""
+        viewed: PositionTable = getattr(positions, type(self).__name__.lower())(**vars(self))
+        return viewed
+
+
 @dataclass(frozen=True, eq=False)
-class Take:
+class Take(_View):
     """Token ranges to take; the arguments of PositionTable.take."""
 
     starts: npt.ArrayLike
     stops: npt.ArrayLike
 
-    def view(self, positions: PositionTable) -> PositionTable:
-        """Take the tokens in the ranges."""
-        return positions.take(self.starts, self.stops)
-
 
 @dataclass(frozen=True, eq=False)
-class Window:
-    """Windows of documents; the arguments of PositionTable.window."""
+class Window(_View):
+    """Windows of documents, each of which becomes a document; the arguments of PositionTable.window."""
 
     documents: npt.ArrayLike
     starts: npt.ArrayLike
     lengths: npt.ArrayLike
 
-    def view(self, positions: PositionTable) -> PositionTable:
-        """Return a table with one document per window."""
-        return positions.window(self.documents, self.starts, self.lengths)
-
 
 @dataclass(frozen=True, eq=False)
-class Decode:
+class Decode(_View):
     """Number of tokens to decode; the argument of PositionTable.decode."""
 
     steps: npt.ArrayLike = 1
 
-    def view(self, positions: PositionTable) -> PositionTable:
-        """Return the next tokens of every document."""
-        return positions.decode(self.steps)
-
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class Shard(_View):
     """Shard of a rank; the arguments of PositionTable.shard."""
 
     rank: int
     world_size: int
     layout: Layout = "zigzag"
 
-    def view(self, positions: PositionTable) -> PositionTable:
-        """Take the tokens of the rank."""
-        return positions.shard(self.rank, self.world_size, self.layout)
-
 
 @dataclass(frozen=True, eq=False)
-class Pad:
+class Pad(_View):
     """Padding of documents; the arguments of PositionTable.pad."""
 
     length: npt.ArrayLike | None = None
     side: Side = "right"
-
-    def view(self, positions: PositionTable) -> PositionTable:
-        """Pad the documents."""
-        return positions.pad(self.length, self.side)
 
 
 View = Take | Window | Decode | Shard | Pad
@@ -112,10 +101,6 @@ class Spans:
     row_separator: bool = False
     kind: npt.ArrayLike | None = None
     extra_tokens: npt.ArrayLike | None = None
-
-    def segments(self) -> SegmentTable:
-        """Build the segments of the documents."""
-        return SegmentTable.from_spans(**vars(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +122,6 @@ class InputIds:
     seconds_per_frame: Sequence[Fraction | float | None] | None = None
     frames_apart: bool = False
     audio_lengths: npt.ArrayLike | None = None
-
-    def segments(self) -> SegmentTable:
-        """Build the segments of the documents."""
-        merge = 1 if self.spatial_merge_size is None else self.spatial_merge_size
-        return SegmentTable.from_input_ids(**{**vars(self), "spatial_merge_size": merge})
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +211,13 @@ class PositionsQuery:
 
     def segments(self) -> SegmentTable:
         """Build the segments of the documents."""
-        return self.source if isinstance(self.source, SegmentTable) else self.source.segments()
+        source = self.source
+        if isinstance(source, SegmentTable):
+            return source
+        if isinstance(source, Spans):
+            return SegmentTable.from_spans(**vars(source))
+        merge = 1 if source.spatial_merge_size is None else source.spatial_merge_size
+        return SegmentTable.from_input_ids(**{**vars(source), "spatial_merge_size": merge})
 
     def place(self, segments: SegmentTable) -> PositionTable:
         """Place the segments, without applying views."""

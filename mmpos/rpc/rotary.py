@@ -9,7 +9,7 @@ from mmpos.positions.table import PositionTable
 from mmpos.rotary.allocation import MAX_HEAD_DIM, MAX_HEADS
 from mmpos.rotary.config import Rotary
 from mmpos.rpc.positions import get_table, put_table
-from mmpos.rpc.tensors import chosen, enum, get_torch, optional, path, put_tensor
+from mmpos.rpc.tensors import chosen, enum, get_torch, path, put_tensor
 from mmpos.rpc.v1 import rotary_pb2 as pb
 
 if TYPE_CHECKING:
@@ -64,26 +64,23 @@ def get_rotary(name: str, message: pb.Rotary) -> Rotary:
     Raises:
         InvalidInputError: a field is unknown or an argument of Rotary is wrong; the error text names it.
     """
-    values: dict[str, Any] = {"head_dim": message.head_dim}
     _check_lists(name, message)
-    values |= {field: value for field in _PLAIN[1:] if (value := optional(message, field)) is not None}
-    values |= {field: list(getattr(message, field)) for field in _LISTS if getattr(message, field)}
-    if message.theta:
-        values["theta"] = message.theta[0] if len(message.theta) == 1 else list(message.theta)
-    if message.HasField("allocation") and message.pair_axis:
-        raise InvalidInputError(f"{path(name, 'allocation')} cannot be combined with pair_axis")
-    if message.HasField("allocation"):
-        values["allocation"] = message.allocation
-    elif message.pair_axis:
-        values["allocation"] = list(message.pair_axis)
+    values: dict[str, Any] = {"head_dim": message.head_dim} | {
+        field.name: list(value) if field.is_repeated else value for field, value in message.ListFields()
+    }
+    for one, each in (("allocation", "pair_axis"), ("scaling", "axis_scaling")):
+        if one in values and each in values:
+            raise InvalidInputError(f"{path(name, one)} cannot be combined with {each}")
+    if len(message.theta) == 1:
+        values["theta"] = message.theta[0]
+    if message.pair_axis:
+        values["allocation"] = values.pop("pair_axis")
     values["pairing"] = enum(name, message, "pairing", _PAIRINGS)
     values["precision"] = enum(name, message, "precision", _PRECISIONS)
-    if message.HasField("scaling") and message.axis_scaling:
-        raise InvalidInputError(f"{path(name, 'scaling')} cannot be combined with axis_scaling")
-    if message.HasField("scaling"):
+    if "scaling" in values:
         values["scaling"] = _get_scaling(message.scaling)
-    elif message.axis_scaling:
-        values["scaling"] = [_get_scaling(each) or None for each in message.axis_scaling]
+    elif "axis_scaling" in values:
+        values["scaling"] = [_get_scaling(each) or None for each in values.pop("axis_scaling")]
     return Rotary.from_dict(values)
 
 

@@ -6,17 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageSize
 from mmpos.images.decode import open_source
-from mmpos.rpc.positions import get_result, get_segments, put_result, put_segments
-from mmpos.rpc.queries import PositionsResult
+from mmpos.rpc.positions import get_result, get_segments, put_each_result, put_each_segments
 from mmpos.rpc.tensors import (
     chosen,
     get_rational,
@@ -24,14 +24,13 @@ from mmpos.rpc.tensors import (
     integers,
     owned,
     path,
-    put_integers,
     put_rational,
     put_tensor,
     required,
 )
 from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.segments.kinds import Audio, Clip, Grid
-from mmpos.sequence.builder import InterleavedSequence
+from mmpos.sequence.builder import Contents, InterleavedSequence, PlacedDocuments
 from mmpos.sequence.video import plain_parts, refuse_crop
 from mmpos.support.checks import INT32_MAX, counted, int_array, naming, text
 
@@ -107,9 +106,9 @@ def _put_image(entry: pb.Part, image: object, beside: Beside | None) -> str | No
     if isinstance(image, ImageSize):
         entry.image_size.height, entry.image_size.width = image
     elif isinstance(image, Grid):
-        _put_grid(entry.grid, image)
+        _put_sizes(entry.grid, image)
     elif isinstance(image, Clip):
-        _put_clip(entry.clip, image)
+        _put_sizes(entry.clip, image)
     elif isinstance(image, bytes | bytearray | memoryview):
         entry.image = bytes(image)
     elif isinstance(image, os.PathLike):
@@ -123,22 +122,13 @@ def _put_image(entry: pb.Part, image: object, beside: Beside | None) -> str | No
     return None
 
 
-def _put_grid(message: pb.Grid, grid: Grid) -> None:
-    message.height, message.width = grid.height, grid.width
-    if grid.frames > 1:
-        message.frames = grid.frames
-    if grid.seconds_per_frame is not None:
-        put_rational(message.seconds_per_frame, grid.seconds_per_frame)
-    message.row_separator = grid.row_separator
-    if grid.first_frame is not None:
-        message.first_frame = grid.first_frame
-
-
-def _put_clip(message: pb.Clip, clip: Clip) -> None:
-    message.height, message.width = clip.height, clip.width
-    message.frames, message.audio = clip.frames, clip.audio
-    if clip.seconds_per_frame is not None:
-        put_rational(message.seconds_per_frame, clip.seconds_per_frame)
+def _put_sizes(message: pb.Grid | pb.Clip, segment: Grid | Clip) -> None:
+    for each in message.DESCRIPTOR.fields:
+        value = getattr(segment, each.name)
+        if isinstance(value, Fraction):
+            put_rational(message.seconds_per_frame, value)
+        elif value is not None:
+            setattr(message, each.name, value)
 
 
 def _file(image: os.PathLike[str]) -> bytes:
@@ -149,41 +139,25 @@ def _file(image: os.PathLike[str]) -> bytes:
 
 
 def _get_part(name: str, part: pb.Part, beside: Beside | None) -> object:
-    kind = chosen(name, part, "content")
+    kind = part.WhichOneof("content") or chosen(name, part, "content")
     value = getattr(part, kind)
     if kind == "token_ids":
         return get_tensor(path(name, kind), value, ("int32", "int64"), (1,), beside)
     if kind == "pixels":
         return get_tensor(path(name, kind), value, ("uint8", "uint16"), (2, 3), beside)
     if kind == "image_size":
-        return ImageSize(
-            _side(path(name, "image_size.height"), value.height), _side(path(name, "image_size.width"), value.width)
-        )
+        return ImageSize(*(_side(f"{name}.image_size.{side}", getattr(value, side)) for side in ("height", "width")))
     if kind == "audio":
         with naming(name):
             return Audio(value)
-    if kind == "clip":
-        with naming(path(name, kind)):
-            seconds = _get_seconds(path(name, kind), value)
-            return Clip(value.height, value.width, frames=value.frames, audio=value.audio, seconds_per_frame=seconds)
-    return _get_grid(path(name, kind), value) if kind == "grid" else value
-
-
-def _get_grid(name: str, grid: pb.Grid) -> Grid:
-    seconds = _get_seconds(name, grid)
-    frames = grid.frames if grid.HasField("frames") else 1
-    first = grid.first_frame if grid.HasField("first_frame") else None
-    with naming(name):
-        return Grid(
-            grid.height, grid.width, frames=frames, row_separator=grid.row_separator, seconds_per_frame=seconds,
-            first_frame=first,
-        )  # fmt: skip
-
-
-def _get_seconds(name: str, message: pb.Grid | pb.Clip) -> Fraction | None:
-    if not message.HasField("seconds_per_frame"):
-        return None
-    return get_rational(path(name, "seconds_per_frame"), message.seconds_per_frame)
+    if kind not in ("grid", "clip"):
+        return value
+    needed = ("height", "width") if kind == "grid" else ("height", "width", "frames", "audio")
+    sizes: dict[str, Any] = dict.fromkeys(needed, 0) | {each.name: number for each, number in value.ListFields()}
+    if "seconds_per_frame" in sizes:
+        sizes["seconds_per_frame"] = get_rational(f"{name}.{kind}.seconds_per_frame", value.seconds_per_frame)
+    with naming(path(name, kind)):
+        return (Grid if kind == "grid" else Clip)(**sizes)
 
 
 def _side(name: str, value: int) -> int:
@@ -194,18 +168,32 @@ def _side(name: str, value: int) -> int:
 
 def put_sequence(message: pb.Sequence, sequence: InterleavedSequence, beside: Beside | None = None) -> None:
     """Fill a message with a sequence; see ``put_tensor`` for beside."""
-    narrow = sequence.input_ids.max(initial=0) <= INT32_MAX
-    put_tensor(message.input_ids, sequence.input_ids.astype(np.int32) if narrow else sequence.input_ids, beside)
-    put_segments(message.segments, sequence.segments)
-    put_result(message.positions, PositionsResult.of(sequence.positions))
-    if sequence.patches is not None:
-        put_tensor(message.patches, sequence.patches, beside)
-    put_integers(message.grid_thw, sequence.grid_thw)
-    put_integers(message.image_spans, sequence.image_spans)
-    put_integers(message.part_offsets, sequence.part_offsets)
-    message.image_margins.extend(sequence.image_margins)
-    message.audio_margins.extend(sequence.audio_margins)
-    message.image_hashes.extend(content_hash or "" for content_hash in sequence.image_hashes)
+    put_sequences([message], [sequence], sequence, beside)
+
+
+def put_sequences(
+    messages: Sequence[pb.Sequence],
+    documents: Sequence[Contents | InterleavedSequence],
+    placed: PlacedDocuments | InterleavedSequence,
+    beside: Beside | None = None,
+) -> None:
+    """Fill a message with each of several documents that were placed together; see ``put_tensor`` for beside."""
+    ids, stops = placed.input_ids, placed.positions.cu_seqlens.tolist()
+    if ids.max(initial=0) <= INT32_MAX:
+        ids = ids.astype(np.int32)
+    put_each_segments([message.segments for message in messages], placed.segments, range(len(stops)))
+    put_each_result([message.positions for message in messages], placed.positions)
+    for message, own, begin, stop in zip(messages, documents, stops[:-1], stops[1:], strict=True):
+        put_tensor(message.input_ids, ids[begin:stop], beside)
+        if own.patches is not None:
+            put_tensor(message.patches, own.patches, beside)
+        if len(own.grid_thw):
+            message.grid_thw.extend(chain.from_iterable(own.grid_thw))
+            message.image_spans.extend(chain.from_iterable(own.image_spans))
+            message.image_hashes.extend(content_hash or "" for content_hash in own.image_hashes)
+        message.part_offsets.extend(own.part_offsets)
+        message.image_margins.extend(own.image_margins)
+        message.audio_margins.extend(own.audio_margins)
 
 
 def get_sequence(
@@ -214,13 +202,9 @@ def get_sequence(
     hashes: Mapping[int, str] = MappingProxyType({}),
     beside: Beside | None = None,
 ) -> InterleavedSequence:
-    """Read the sequence from a message.
+    """Read the sequence from a message; see ``get_tensor`` for beside.
 
-    Args:
-        name: name of the field, for errors.
-        message: message to read.
-        hashes: content hashes that replace those of the message, by index of the image.
-        beside: see ``get_tensor``.
+    By index of the image, ``hashes`` replace the content hashes of the message.
 
     Raises:
         InvalidInputError: the parts of the message contradict one another.

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError
+from mmpos.rpc import beside as large
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.rpc.v1.table_pb2 import Rational
 from mmpos.support import native
@@ -52,11 +53,6 @@ def chosen(name: str, message: Message, oneof: str) -> str:
     return str(field)
 
 
-def optional(message: Message, field: str) -> Any:
-    """Read the value of a field, or return None if it is not set."""
-    return getattr(message, field) if message.HasField(field) else None
-
-
 def enum(name: str, message: Message, field: str, meanings: Mapping[E, T]) -> T:
     """Read the meaning of an enum field, or refuse a value without one."""
     value = getattr(message, field)
@@ -83,11 +79,9 @@ def in_columns(name: str, array: IntArray, columns: int) -> IntArray:
 
 
 def integer_lists(message: Message, *fields: str) -> list[IntArray]:
-    """Read repeated fields, (n,) int64 each, from the bytes of the message, without creating an object per number.
+    """Read repeated fields, (n,) int64 each, from the bytes of a message, without creating an object per number.
 
-    Args:
-        message: message with little other content, since the whole message is serialized again.
-        fields: names of the fields.
+    The whole message is serialized again, so it should hold little else.
     """
     if native.core is not None:
         lists = native.core.integers(message.SerializeToString(), _numbers(message.DESCRIPTOR, fields))
@@ -132,47 +126,37 @@ def put_rational(message: Rational, value: Fraction | int | None) -> None:
 _MAX_NDIM = 8
 """Maximum number of axes of a tensor."""
 
-_NAMES = {
-    pb.DATA_TYPE_UINT8: "uint8",
-    pb.DATA_TYPE_INT32: "int32",
-    pb.DATA_TYPE_INT64: "int64",
-    pb.DATA_TYPE_FLOAT16: "float16",
-    pb.DATA_TYPE_BFLOAT16: "bfloat16",
-    pb.DATA_TYPE_FLOAT32: "float32",
-    pb.DATA_TYPE_FLOAT64: "float64",
-    pb.DATA_TYPE_COMPLEX64: "complex64",
-    pb.DATA_TYPE_UINT16: "uint16",
-}
+_NAMES = {number: name.removeprefix("DATA_TYPE_").lower() for name, number in pb.DataType.items() if number}
 DATA_TYPES = {name: number for number, name in _NAMES.items()}
 """Enum numbers of data types by their names in numpy and torch."""
 
-# numpy has no bfloat16, so its bits pass through numpy as uint16.
-_LITTLE_ENDIAN = {name: np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<") for name in DATA_TYPES}
+# numpy has no bfloat16, so its bits pass through numpy as uint16. Written as "<i8", a type is the native one on
+# little-endian machines; newbyteorder("<") makes one that the extension declines.
+_LITTLE_ENDIAN = {
+    name: np.dtype("<" + np.dtype("uint16" if name == "bfloat16" else name).str[1:]) for name in DATA_TYPES
+}
+_NAME_OF = {dtype: name for name, dtype in _LITTLE_ENDIAN.items() if name != "bfloat16"}  # numpy takes a microsecond
 
 
 def put_tensor(message: pb.Tensor, array: npt.NDArray[np.generic] | torch.Tensor, beside: Beside | None = None) -> None:
-    """Fill a message with an array or a torch tensor on any device.
-
-    Args:
-        message: message to fill.
-        array: values of the tensor.
-        beside: keeper of large tensors, which the message then only marks.
+    """Fill a message with an array or a torch tensor on any device; if it is large, only with its mark in ``beside``.
 
     Raises:
         InvalidInputError: the type cannot be sent.
     """
-    if not isinstance(array, np.ndarray):
-        name, array = _host(array)
+    if isinstance(array, np.ndarray):
+        name = _NAME_OF.get(array.dtype) or array.dtype.name
     else:
-        name = array.dtype.name
+        name, array = _host(array)
     if name not in DATA_TYPES:
         raise InvalidInputError(f"tensor: got dtype {name}, want one of {', '.join(DATA_TYPES)}")
     message.dtype = DATA_TYPES[name]
     message.shape.extend(array.shape)
     array = array.astype(_LITTLE_ENDIAN[name], copy=False)
-    data = np.ascontiguousarray(array.reshape(-1)).view(np.uint8)
-    if beside is None or not data.size or not beside.put(message, data):
-        message.data = data.tobytes()
+    if beside is None or array.nbytes < max(large.LEAST_BYTES, 1):
+        message.data = array.tobytes()
+    else:
+        beside.put(message, np.ascontiguousarray(array.reshape(-1)).view(np.uint8))
 
 
 def get_tensor(
@@ -195,7 +179,7 @@ def get_tensor(
         InvalidInputError: the type or the number of axes is not accepted, or the bytes do not fit the shape.
     """
     known = _NAMES if dtypes is None else {DATA_TYPES[dtype]: dtype for dtype in dtypes}
-    dtype = _LITTLE_ENDIAN[enum(name, message, "dtype", known)]
+    dtype = _LITTLE_ENDIAN[known[message.dtype] if message.dtype in known else enum(name, message, "dtype", known)]
     shape = tuple(message.shape)
     if len(shape) not in (range(_MAX_NDIM + 1) if ndim is None else ndim):
         want = f"at most {_MAX_NDIM}" if ndim is None else " or ".join(map(str, sorted(ndim)))

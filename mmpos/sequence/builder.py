@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from mmpos.segments.kinds import (
     AUDIO,
     AUDIO_TOKEN,
     CLIP,
+    CLIP_MARKERS,
     PATCH,
     TEXT,
     THUMBNAIL,
@@ -42,7 +42,16 @@ from mmpos.support import checks, native
 from mmpos.support.checks import INT32_MAX, Array, IntArray, counted, first_bad, int_array, integer, naming
 from mmpos.support.info import cores
 
-__all__ = ["InterleavedSequence", "MarkerIds", "Markers", "SequenceBuilder", "is_ids", "join_patches"]
+__all__ = [
+    "Contents",
+    "InterleavedSequence",
+    "MarkerIds",
+    "Markers",
+    "PlacedDocuments",
+    "SequenceBuilder",
+    "is_ids",
+    "join_patches",
+]
 
 MAX_CUTS = 10_000
 """Maximum number of times that a text may spell a marker that the tokenizer would recognise."""
@@ -81,12 +90,6 @@ class MarkerIds(NamedTuple):
         rows = None if self.row is None or last_row is None else (self.row, last_row)
         return Placeholders(self.patch, self.video, self.audio, rows)
 
-    def around(self, segment: Grid | Audio | Clip) -> tuple[int, int]:
-        """Count the markers before and after a segment; the segment of a clip already includes its markers."""
-        if isinstance(segment, Clip):
-            return 0, 0
-        return self.audio_margins if isinstance(segment, Audio) else self.margins
-
     def ids_of(self, segment: Grid | Audio | Clip) -> IntArray:
         """Return the token ids of a segment with its markers; audio tokens of a clip get the patch id at first."""
         if isinstance(segment, Audio):
@@ -109,23 +112,6 @@ class MarkerIds(NamedTuple):
             inside[segment.width :: columns] = self.row
             inside[-1] = self.row if self.last_row is None else self.last_row
         return ids
-
-    def write(self, input_ids: IntArray, image_spans: IntArray, separators: IntArray) -> None:
-        """Write the markers around and between patches.
-
-        Args:
-            input_ids: (tokens,), changed in place.
-            image_spans: (images, 2) first patch token of each image and one past the last, including row separators.
-            separators: (separators,) indices of the row separators.
-        """
-        for token_id, tokens in (
-            (self.begin, image_spans[:, 0] - 1),
-            (self.end, image_spans[:, 1]),
-            (self.row, separators),
-            (self.last_row, image_spans[:, 1] - 1),
-        ):
-            if token_id is not None:
-                input_ids[tokens] = token_id
 
 
 def _between(begin: int | None, token_id: int, count: int, end: int | None) -> IntArray:
@@ -295,27 +281,74 @@ class SequenceBuilder:
                 pool.shutdown(cancel_futures=True)
 
     def _build(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]]) -> InterleavedSequence:
-        """Build a sequence; some images in its plain parts are already decoded."""
+        contents = self.contents(parts, ahead)
+        tables, markers = self.placed([contents]), self.marker_ids
+        types = (tables.input_ids == markers.patch).view(np.uint8)  # text contains none of these ids
+        if markers.video is not None:
+            types[tables.input_ids == markers.video] = PATCH
+        if markers.audio is not None:
+            types[tables.input_ids == markers.audio] = AUDIO_TOKEN
+        return InterleavedSequence(
+            input_ids=tables.input_ids,
+            token_type_ids=types,
+            segments=tables.segments,
+            positions=tables.positions,
+            patches=contents.patches,
+            grid_thw=np.array(contents.grid_thw, np.int64).reshape(-1, 3),
+            image_spans=np.array(contents.image_spans, np.int64).reshape(-1, 2),
+            image_hashes=tuple(contents.image_hashes),
+            part_offsets=np.array(contents.part_offsets, np.int64),
+            image_margins=markers.margins,
+            audio_margins=markers.audio_margins,
+        )
+
+    def contents(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]] | None = None) -> Contents:
+        """Encode the texts of a document and decode its images, except those ``ahead``, by index; see ``build``."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        contents = _Contents(self.marker_ids)
+        contents, images = Contents(self.marker_ids), []
         for n, (index, name, part) in enumerate(plain_parts(parts)):
-            if index == len(contents.parts):
-                contents.parts.append(len(contents.pieces))
-            if isinstance(part, str):
-                contents.add(self._encode(name, part))
-            elif is_ids(part):
-                contents.add(self._checked(name, part))
+            if index == len(contents.part_offsets):
+                contents.part_offsets.append(contents.tokens)
+            if isinstance(part, str) or is_ids(part):
+                ids = self._encode(name, part) if isinstance(part, str) else self._checked(name, part)
+                contents.pieces.append(ids)
+                contents.text += ids.size
+                contents.tokens += ids.size
             else:
                 self.check_components(name, part)
-                if isinstance(part, Grid | Audio | Clip):
-                    contents.add(part)
-                else:
+                image = None
+                if not isinstance(part, Grid | Audio | Clip):
                     assert self.images is not None
                     with naming(name):  # pop, so that patches are not held twice
-                        image = ahead.pop(n).result() if n in ahead else self.images.process(part)
-                    contents.add(image.grid, image)
-        return contents.sequence(self.scheme, self.start)
+                        image = ahead.pop(n).result() if ahead and n in ahead else self.images.process(part)
+                    part = image.grid
+                if not isinstance(part, Audio):
+                    images.append(image)
+                contents.add_segment(part, None if image is None else image.content_hash)
+        if contents.text:
+            contents.segments.append(Text(contents.text))
+        if not contents.segments:
+            raise InvalidInputError("parts: got no tokens, want at least one")
+        contents.part_offsets.append(contents.tokens)
+        contents.patches = join_patches("parts", images) if any(images) else None
+        return contents
+
+    def placed(self, documents: Sequence[Contents]) -> PlacedDocuments:
+        """Place documents together, and move their token ids into one array; see ``build`` for errors."""
+        segments = SegmentTable.from_documents([contents.segments for contents in documents])
+        positions, markers = place(segments, self.scheme, self.start), self.marker_ids
+        # This follows the limit checks, since the arrays might not fit into memory.
+        pieces = [
+            piece if isinstance(piece, np.ndarray) else markers.ids_of(piece) for c in documents for piece in c.pieces
+        ]
+        input_ids = np.concatenate(pieces)
+        for contents in documents:
+            contents.pieces.clear()
+        if CLIP in segments.kind:  # the scheme defines how patches and audio alternate
+            assert markers.audio is not None, "checked with the clip"
+            input_ids[positions.token_types(segments) == AUDIO_TOKEN] = markers.audio
+        return PlacedDocuments(input_ids, segments, positions)
 
     def _checked(self, name: str, part: object) -> IntArray:
         """Check token ids; they may contain any marker except those for patches and audio."""
@@ -328,15 +361,7 @@ class SequenceBuilder:
         return ids
 
     def check_components(self, name: str, part: object) -> None:
-        """Check that the builder has the ImageProcessor and the Markers that a kind of part needs.
-
-        Args:
-            name: name of the part for error messages.
-            part: part of a document.
-
-        Raises:
-            UnsupportedError: a component is missing.
-        """
+        """Raise an UnsupportedError if the builder lacks the ImageProcessor or the Markers that a part needs."""
         if isinstance(part, Audio | Clip):
             wanted = ("audio",) if isinstance(part, Audio) else ("begin", "end", "audio", "audio_begin", "audio_end")
             missing = [f"{marker}=…" for marker in wanted if getattr(self.markers, marker) is None]
@@ -539,81 +564,54 @@ class InterleavedSequence:
         return f"InterleavedSequence({', '.join(contents)}, patches={patches})"
 
 
-@dataclass
-class _Contents:
-    """Contents of a sequence under construction.
+class PlacedDocuments(NamedTuple):
+    """Documents that were placed together: their (tokens,) token ids, segments and positions."""
+
+    input_ids: IntArray
+    segments: SegmentTable
+    positions: PositionTable
+
+
+class Contents:
+    """Contents of a document that is not placed yet, as its sequence will have them: margins, offsets, grids, spans.
 
     Args:
         markers: ids of the tokens around and inside images and audio.
-        pieces: plain parts, text as token ids and all others as segments.
-        parts: index of the first piece of each part; a Video is one part.
-        document: segments: text including markers, grids, audio and clips.
-        images: images of the grids and clips, in order; None if only the size is known.
-        text: number of text tokens since the last grid, audio or clip.
     """
 
-    markers: MarkerIds
-    pieces: list[IntArray | Grid | Audio | Clip] = field(default_factory=list)
-    parts: list[int] = field(default_factory=list)
-    document: list[Segment] = field(default_factory=list)
-    images: list[ProcessedImage | None] = field(default_factory=list)
-    text: int = 0
+    def __init__(self, markers: MarkerIds) -> None:
+        self.image_margins, self.audio_margins = markers.margins, markers.audio_margins
+        self.row_separator = markers.row is not None
+        self.pieces: list[IntArray | Grid | Audio | Clip] = []  # plain parts: token ids of text, and segments
+        self.segments: list[Segment] = []  # text including markers, grids, audio and clips
+        self.part_offsets: list[int] = []
+        self.grid_thw: list[tuple[int, int, int]] = []
+        self.image_spans: list[tuple[int, int]] = []
+        self.image_hashes: list[str | None] = []
+        self.patches: Array | None = None
+        self.text = self.tokens = 0  # number of text tokens since the last segment, and of all tokens
 
-    def add(self, piece: IntArray | Grid | Audio | Clip, image: ProcessedImage | None = None) -> None:
-        """Add token ids of text, or a segment with its image if that is known."""
-        if isinstance(piece, np.ndarray):
-            self.pieces.append(piece)
-            self.text += piece.size
-            return
-        before, after = self.markers.around(piece)
-        if isinstance(piece, Grid) and self.markers.row is not None:
-            piece = replace(piece, row_separator=True)
-        if not isinstance(piece, Audio):
-            self.images.append(image)
-        self.pieces.append(piece)
-        self.document += [Text(self.text + before), piece] if self.text + before else [piece]
-        self.text = after
-
-    def sequence(self, scheme: str | Scheme, start: int) -> InterleavedSequence:
-        """Build the arrays, the segments and the positions of the contents."""
-        document = [*self.document, Text(self.text)] if self.text else self.document
-        if not document:
-            raise InvalidInputError("parts: got no tokens, want at least one")
-        segments = SegmentTable.from_documents([document])
-        patches = join_patches("parts", self.images)
-        positions, markers = place(segments, scheme, start), self.markers
-        # This follows the limit checks, since the arrays might not fit into memory.
-        pieces = [piece if isinstance(piece, np.ndarray) else markers.ids_of(piece) for piece in self.pieces]
-        input_ids, offsets = np.concatenate(pieces), [0, *accumulate(piece.size for piece in pieces)]
-        spans, grids = [], []
-        for piece, begin, stop in zip(self.pieces, offsets, offsets[1:], strict=False):
-            if isinstance(piece, Grid | Clip):
-                before, after = (1, 1) if isinstance(piece, Clip) else markers.margins
-                spans.append((begin + before, stop - after))
-                grids.append((piece.frames, piece.height, piece.width))
-        if CLIP in segments.kind:  # the scheme defines how patches and audio alternate
-            assert markers.audio is not None, "checked with the clip"
-            types = positions.token_types(segments)
-            input_ids[types == AUDIO_TOKEN] = markers.audio
-        else:  # text contains none of these ids
-            types = (input_ids == markers.patch).view(np.uint8)
-            if markers.video is not None:
-                types[input_ids == markers.video] = PATCH
-            if markers.audio is not None:
-                types[input_ids == markers.audio] = AUDIO_TOKEN
-        return InterleavedSequence(
-            input_ids=input_ids,
-            token_type_ids=types,
-            segments=segments,
-            positions=positions,
-            patches=patches,
-            grid_thw=np.array(grids, np.int64).reshape(-1, 3),
-            image_spans=np.array(spans, np.int64).reshape(-1, 2),
-            image_hashes=tuple(None if image is None else image.content_hash for image in self.images),
-            part_offsets=np.array([offsets[first] for first in (*self.parts, -1)], np.int64),
-            image_margins=markers.margins,
-            audio_margins=markers.audio_margins,
-        )
+    def add_segment(self, segment: Grid | Audio | Clip, content_hash: str | None = None) -> None:
+        """Add a segment with its markers; the segment of a clip already includes its own."""
+        frames, height, width = segment.extents
+        size, outside, inside = frames * height * width + segment.extra_tokens, (0, 0), (0, 0)
+        if isinstance(segment, Audio):
+            outside = self.audio_margins
+        elif isinstance(segment, Clip):
+            inside = (CLIP_MARKERS // 2, CLIP_MARKERS // 2)
+            size += 2 * CLIP_MARKERS
+        else:
+            outside = inside = self.image_margins
+            if self.row_separator:
+                segment, size = replace(segment, row_separator=True), size + frames * height
+        self.pieces.append(segment)
+        before = self.text + outside[0]
+        self.segments += [Text(before), segment] if before else [segment]
+        begin, self.text, self.tokens = self.tokens, outside[1], self.tokens + size + sum(outside)
+        if not isinstance(segment, Audio):
+            self.grid_thw.append((frames, height, width))
+            self.image_spans.append((begin + inside[0], self.tokens - inside[1]))
+            self.image_hashes.append(content_hash)
 
 
 def join_patches(name: str, images: Sequence[ProcessedImage | None]) -> Array | None:

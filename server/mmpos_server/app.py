@@ -190,7 +190,9 @@ class _Handlers(grpc.GenericRpcHandler):
         unary, stream = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         services = [*dict.fromkeys(method.service for method in methods), HEALTH, REFLECTION[0]]
         introspection = Introspection(health, services, shared)
-        self._handlers = {f"/{method.service}/{method.name}": unary(Endpoint(method, shared).answer) for method in methods}
+        self._handlers = {
+            f"/{method.service}/{method.name}": unary(Endpoint(method, shared).answer) for method in methods
+        }
         for method in methods:
             if method.twin is not None:
                 endpoint = StreamEndpoint(method, shared)

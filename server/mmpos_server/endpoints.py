@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from mmpos.errors import ServiceUnauthenticatedError
+from mmpos.rpc import beside
 from mmpos.rpc.errors import get_token
 from mmpos_server.arrivals import LARGE_BYTES, Arrivals
 from mmpos_server.call import Call, GoneError, Threads
-from mmpos_server.limits import check
+from mmpos_server.limits import check, most_fields
 from mmpos_server.methods import REQUEST_ID, Failure, failure, refused_by
 from mmpos_server.metrics import MethodMetrics
 
@@ -113,9 +114,10 @@ class Shared:
         """
         call.request_bytes = len(raw)
         began = perf_counter()
-        marked = call.beside.marked(kind, raw)
+        limits = self.limits
+        marked = raw if len(raw) < beside.LEAST_BYTES else call.beside.marked(kind, raw, most_fields(limits))
         if not bulky:
-            check("message_bytes", len(marked), self.limits)
+            check("message_bytes", len(marked), limits)
         message = kind.FromString(marked)
         call.stages.append(("decode", perf_counter() - began))
         return message

@@ -8,12 +8,11 @@ import numpy as np
 
 from mmpos.errors import LimitExceededError
 from mmpos.positions.table import PositionTable
-from mmpos.positions.table_rows import FIRST_TOKEN
+from mmpos.positions.table_rows import AXES, FIRST_TOKEN, OFFSET
 from mmpos.rpc.queries import Dense, Take, View, Window
 from mmpos.rpc.v1.positions_pb2 import PositionsQuery
 from mmpos.segments.kinds import AUDIO, CLIP, PAD, TEXT, THUMBNAIL, TILE
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import IntArray
 from mmpos_server.config import Limits
 
 if TYPE_CHECKING:
@@ -24,15 +23,27 @@ __all__ = [
     "check",
     "check_answer",
     "check_message",
-    "check_reply",
     "check_segments",
     "check_table",
     "check_view",
-    "dense_bytes",
+    "most_fields",
+    "reply_bytes",
 ]
 
-MAX_VIEWS = 16
-"""Maximum number of views in a query."""
+MAX_VIEWS, MAX_SCALINGS = 16, 1024
+"""Maximum number of views in a query, and of scalings, one for each axis, in a rotation."""
+
+
+def most_fields(limits: Limits) -> dict[str, int]:
+    """Return how many messages each repeated field of a request may hold, for ``Beside.marked`` to count."""
+    return {
+        "fields": limits.segments + 2**16,
+        "documents": limits.documents,
+        "parts": limits.segments,
+        "seconds_per_frame": limits.segments,
+        "views": MAX_VIEWS,
+        "axis_scaling": MAX_SCALINGS,
+    }
 
 
 def check(name: str, got: float, limits: Limits) -> None:
@@ -62,9 +73,9 @@ def check_message(message: PositionsQuery, limits: Limits) -> None:
     elif source == "input_ids":
         ids = message.input_ids
         rows = ids.input_ids.shape[0] if len(ids.input_ids.shape) == 2 else max(len(ids.cu_seqlens) - 1, 1)
+        grids = (len(ids.image_grid_thw) + len(ids.video_grid_thw)) // 3
         check("documents", rows, limits)
-        check("images", (len(ids.image_grid_thw) + len(ids.video_grid_thw)) // 3, limits)
-        check("images", len(ids.seconds_per_frame), limits)
+        check("images", max(grids, len(ids.seconds_per_frame)), limits)
     if len(message.views) > MAX_VIEWS:
         _refuse("views", len(message.views), MAX_VIEWS)
 
@@ -74,7 +85,7 @@ def check_segments(segments: SegmentTable, limits: Limits) -> int:
     kind = segments.kind
     counts = np.bincount(kind, minlength=TILE + 1).tolist()
     images = kind.size - counts[TEXT] - counts[PAD] - counts[AUDIO]
-    check("documents", segments.num_documents, limits)
+    check("documents", segments.segment_offsets.size - 1, limits)
     check("images", images, limits)
     # A scheme may split a grid at every frame, a clip also at every audio token, thumbnails and tiles at their markers
     # and the tokens after them, and a thumbnail with tiles at every patch.
@@ -90,28 +101,34 @@ def check_segments(segments: SegmentTable, limits: Limits) -> int:
 
 def check_table(positions: PositionTable, limits: Limits) -> None:
     """Check a position table against the limits."""
-    check("documents", positions.num_documents, limits)
-    check("segments", positions.num_segments, limits)
+    check("documents", positions.documents.shape[1], limits)
+    check("segments", positions.table.shape[1], limits)
     check("tokens", positions.num_tokens, limits)
 
 
 def check_view(view: View, positions: PositionTable, limits: Limits) -> None:
     """Check the size of a view before it is computed, since overlapping ranges may multiply the size of the table."""
-    tokens = positions.num_tokens
+    if not isinstance(view, Take | Window):
+        return
+    tokens, ranges = positions.num_tokens, np.size(view.starts)
+    check("segments", ranges, limits)
+    if isinstance(view, Window):
+        check("documents", np.size(view.documents), limits)
+        check("tokens", np.sum(view.lengths, dtype=np.float64), limits)
+    offset, edges = positions.table[OFFSET], np.append(positions.documents[FIRST_TOKEN], tokens)
+    ends, owners = (view.stops, view.starts) if isinstance(view, Take) else (view.lengths, view.documents)
+    fits = np.size(ends) == np.size(owners) == ranges and edges.size > 1
+    if not fits or ranges * offset.size <= limits.segments:  # no range has more segments than the table
+        return
     if isinstance(view, Take):
-        starts, stops = (np.clip(values, 0, tokens) for values in (view.starts, view.stops))
-        if starts.size == stops.size:
-            check("segments", max(starts.size, _pieces(positions, starts, stops)), limits)
-    elif isinstance(view, Window):
-        documents, starts, lengths = map(np.asarray, (view.documents, view.starts, view.lengths))
-        check("documents", documents.size, limits)
-        if documents.size == starts.size == lengths.size and positions.num_documents:
-            document = np.clip(documents, 0, positions.num_documents - 1)
-            first, length = positions.documents[FIRST_TOKEN][document], positions.lengths[document]
-            begin = np.clip(starts, 0, length)
-            end = np.clip(begin + np.clip(lengths, 0, length), begin, length)
-            check("segments", _pieces(positions, first + begin, first + end), limits)
-            check("tokens", lengths.astype(np.float64).sum(), limits)
+        begin, end = np.clip(view.starts, 0, tokens), np.clip(view.stops, 0, tokens)
+    else:
+        document = np.clip(view.documents, 0, edges.size - 2)
+        first, stop = edges[document], edges[document + 1]
+        begin = np.clip(first + np.clip(view.starts, 0, tokens), first, stop)
+        end = np.clip(begin + np.clip(view.lengths, 0, tokens), begin, stop)
+    pieces = offset.searchsorted(end, side="left") - offset.searchsorted(begin, side="right") + 1
+    check("segments", np.maximum(pieces, 0)[end > begin].sum(), limits)
 
 
 def check_answer(size: float, limits: Limits, call: Call) -> None:
@@ -120,20 +137,9 @@ def check_answer(size: float, limits: Limits, call: Call) -> None:
     call.answer_bytes += size
 
 
-def check_reply(positions: PositionTable, dense: Dense | None, limits: Limits, call: Call) -> None:
-    """Check the size of a reply with positions against the limit before the reply is computed."""
-    table_bytes = positions.table.nbytes + positions.documents.nbytes
-    check_answer(table_bytes if dense is None else dense_bytes(positions, dense), limits, call)
-
-
-def dense_bytes(positions: PositionTable, dense: Dense) -> int:
-    """Return the size in bytes of a query's ids."""
-    rows = positions.axes if dense.axes is None else len(dense.axes)
+def reply_bytes(positions: PositionTable, dense: Dense | None) -> int:
+    """Return the size in bytes of a query's table or ids."""
+    if dense is None:
+        return positions.table.nbytes + positions.documents.nbytes
+    rows = (positions.table.shape[0] - AXES) // 4 if dense.axes is None else len(dense.axes)
     return rows * positions.num_tokens * (4 if not positions.fractional and dense.dtype in (None, "int32") else 8)
-
-
-def _pieces(positions: PositionTable, starts: IntArray, stops: IntArray) -> int:
-    """Count the segments in all these token ranges."""
-    first = np.searchsorted(positions.offset, starts, side="right") - 1
-    last = np.searchsorted(positions.offset, stops, side="left")
-    return int(np.maximum(last - first, 0)[stops > starts].sum())

@@ -84,7 +84,11 @@ class Logs(QueueHandler):
     def emit(self, record: logging.LogRecord) -> None:
         """Format a record and put it into the queue."""
         # grpc quotes paths and metadata that are not UTF-8, which may contain a token.
-        if str(record.msg).startswith("Invalid encoding on") or record.exc_info and record.exc_info[0] is UnicodeDecodeError:
+        if (
+            str(record.msg).startswith("Invalid encoding on")
+            or (record.exc_info
+            and record.exc_info[0] is UnicodeDecodeError)
+        ):
             self.seldom("a path or metadata is not UTF-8")
         else:
             super().emit(record)

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from mmpos_server.call import Call
 
 __all__ = [
+    "REQUEST_ID",
     "Answering",
     "Failure",
     "Method",
     "NotFoundError",
-    "REQUEST_ID",
     "Plain",
     "Run",
     "Twin",

@@ -7,21 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
+from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.rpc.positions import get_query, put_result
 from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, Spans, Take, Window
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
 from mmpos_server.config import Limits, Profile, Profiles
-from mmpos_server.limits import (
-    check_message,
-    check_reply,
-    check_segments,
-    check_table,
-    check_view,
-    dense_bytes,
-)
+from mmpos_server.limits import check_answer, check_message, check_segments, check_table, check_view, reply_bytes
 from mmpos_server.plain import SMALL_ANSWER, SMALL_BYTES, SMALL_SEGMENTS
 
 if TYPE_CHECKING:
@@ -50,7 +45,7 @@ class PositionService:
         def put(query: PositionsQuery, positions: PositionTable, images: int) -> None:
             call.checkpoint()
             with call.stage("write"):
-                check_reply(positions, query.dense, self._limits, call)
+                check_answer(reply_bytes(positions, query.dense), self._limits, call)
                 put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
             call.count(documents=positions.num_documents, tokens=positions.num_tokens, images=images)
 
@@ -60,7 +55,7 @@ class PositionService:
         if max_segments(query) > SMALL_SEGMENTS:
             return await call.run("work", finish, query)
         positions, images = self._solve(query, call)
-        if query.dense is None or dense_bytes(positions, query.dense) <= SMALL_ANSWER:
+        if query.dense is None or reply_bytes(positions, query.dense) <= SMALL_ANSWER:
             return put(query, positions, images)
         return await call.run("work", put, query, positions, images)
 
@@ -68,16 +63,18 @@ class PositionService:
         with call.stage("read"):
             check_message(message, self._limits)
             profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            query = get_query("query", message, call.beside, self._profiles.schemes)
-            return _complete(query, profile, named=message.HasField("profile"))
+            query = get_query("query", message, call.beside, self._profiles.schemes, profile.builder.scheme)
+            if isinstance(query.source, InputIds) and message.HasField("profile"):
+                return replace(query, source=_complete(query.source, profile))
+            return query
 
     def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
         """Return the position table of a query and its number of images; check the limits before each step."""
         with call.stage("place"):
-            segments = query.segments()
+            segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
             images = check_segments(segments, self._limits)
             call.checkpoint()
-            positions = query.place(segments)
+            positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)
             check_table(positions, self._limits)
             for view in query.views:
                 check_view(view, positions, self._limits)
@@ -92,31 +89,35 @@ def is_small(call: Call) -> bool:
     return call.request_bytes <= SMALL_BYTES
 
 
-def _complete(query: PositionsQuery, profile: Profile, *, named: bool) -> PositionsQuery:
-    """Fill the unset fields of a query from a profile.
-
-    Args:
-        query: the client's query.
-        profile: settings for the unset fields.
-        named: whether the client named the profile; only then are grids merged by the profile's spatial_merge_size.
-    """
-    source = query.source
-    if isinstance(source, InputIds):
-        builder = profile.builder
-        if source.placeholders.image is None and named:
-            markers = {name: value for name, value in vars(source.placeholders).items() if value is not None}
-            source = replace(source, placeholders=replace(builder.marker_ids.placeholders, **markers))
-        if source.spatial_merge_size is None and named and builder.images is not None:
-            source = replace(source, spatial_merge_size=builder.images.spatial_merge_size)
-    scheme = profile.builder.scheme if query.scheme is None else query.scheme
-    if source is query.source and scheme is query.scheme:
-        return query
-    return PositionsQuery(source, scheme, query.start, query.strict, query.views, query.dense)
+def _complete(source: InputIds, profile: Profile) -> InputIds:
+    """Fill the unset fields of token ids from the profile that the client named."""
+    builder, placeholders, merge = profile.builder, source.placeholders, source.spatial_merge_size
+    if placeholders.image is None:
+        markers = {name: value for name, value in vars(placeholders).items() if value is not None}
+        placeholders = replace(builder.marker_ids.placeholders, **markers)
+    if merge is None and builder.images is not None:
+        merge = builder.images.spatial_merge_size
+    return replace(source, placeholders=placeholders, spatial_merge_size=merge)
 
 
 def max_segments(query: PositionsQuery) -> float:
-    """Return an upper bound on the number of segments in the documents and views of a query."""
-    documents, segments = _source(query.source)
+    """Return an upper bound on the number of segments in the documents and views of a query.
+
+    Each frame of an image counts as a segment.
+    """
+    source = query.source
+    if isinstance(source, SegmentTable):
+        documents, segments = len(source.segment_offsets) - 1, source.extents[0].sum(dtype=np.float64)
+    else:
+        grids: tuple[npt.ArrayLike | None, ...]
+        if isinstance(source, Spans):
+            documents, grids = np.size(source.lengths), (source.grid_thw,)
+        else:
+            ids, packed = np.asarray(source.input_ids), source.cu_seqlens
+            documents = len(ids) if ids.ndim == 2 else 1 if packed is None else np.size(packed)
+            grids = source.image_grid_thw, source.video_grid_thw
+        frames = [np.ravel(grid)[::3].sum(dtype=np.float64) for grid in grids if grid is not None]
+        segments = 2 * sum(frames) + documents
     total = segments
     for view in query.views:
         if isinstance(view, Take):
@@ -130,18 +131,4 @@ def max_segments(query: PositionsQuery) -> float:
         else:
             segments += (4 if isinstance(view, Shard) else 1) * documents
         total += segments
-    return total
-
-
-def _source(source: SegmentTable | Spans | InputIds) -> tuple[int, float]:
-    """Count the documents and bound the number of segments, counting each frame of an image as a segment."""
-    if isinstance(source, SegmentTable):
-        return source.num_documents, source.extents[0].sum(dtype=np.float64)
-    if isinstance(source, Spans):
-        documents, grids = np.size(source.lengths), [source.grid_thw]
-    else:
-        ids, packed = np.asarray(source.input_ids), source.cu_seqlens
-        documents = len(ids) if ids.ndim == 2 else 1 if packed is None else np.size(packed)
-        grids = [grid for grid in (source.image_grid_thw, source.video_grid_thw) if grid is not None]
-    frames = sum(float(np.ravel(grid)[::3].sum(dtype=np.float64)) for grid in grids)
-    return documents, 2 * frames + documents
+    return float(total)

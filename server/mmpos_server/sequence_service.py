@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mmpos.errors import LimitExceededError, MmposError, ServiceError
+from mmpos.errors import MmposError, ServiceError
 from mmpos.images import ImageSize
 from mmpos.images.decode import open_source
+from mmpos.positions.plan import plan_of
 from mmpos.rpc.errors import put_error
 from mmpos.rpc.positions import get_scheme
-from mmpos.rpc.sequences import get_parts, put_sequence
+from mmpos.rpc.sequences import get_parts, put_sequences
 from mmpos.rpc.v1 import sequences_pb2 as pb
+from mmpos.schemes import get_scheme as named_scheme
 from mmpos.segments.kinds import Audio, Clip, Grid
-from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
+from mmpos.sequence.builder import Contents, PlacedDocuments, SequenceBuilder, is_ids
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer
 from mmpos_server.plain import SMALL_ANSWER
@@ -28,26 +32,33 @@ if TYPE_CHECKING:
 
 __all__ = ["SequenceService"]
 
+_Together = tuple[list[Contents], PlacedDocuments]
+"""Documents that were placed together."""
+
 _HEAVY_PIXELS = 16_000_000
 """Number of pixels above which an image counts as heavy; to bound memory, only a few threads decode heavy images.
 """
 
 
-@dataclass
+@dataclass(slots=True)
 class _Document:
-    """A document in a request: its parts, and later its sequence or its error.
+    """A document in a request: its parts, and later its contents or its error.
 
     Args:
         parts: parts for SequenceBuilder.
+        images: number of images among them.
         hashes: content hashes of the images that are not decoded.
         pool: pool that decodes the images: "heavy" if an image has more than 16 megapixels, "" if there are no images.
-        outcome: the sequence, or the error; None before the document is built.
+        contents: the encoded parts.
+        error: the error; None as long as there is none.
     """
 
     parts: list[Any] = field(default_factory=list)
+    images: int = 0
     hashes: dict[int, str] = field(default_factory=dict)
     pool: Literal["", "image", "heavy"] = ""
-    outcome: InterleavedSequence | MmposError | None = None
+    contents: Contents | None = None
+    error: MmposError | None = None
 
 
 class SequenceService:
@@ -66,9 +77,11 @@ class SequenceService:
         builder = self._builder(message)
 
         def finish() -> None:
-            self._build(builder, documents, call)
+            with call.stage("build"):
+                self._encode(builder, documents, call)
+                placed = self._place(builder, documents)
             with call.stage("write"):
-                self._write(documents, answer, call)
+                self._write(placed, documents, answer, call)
 
         if is_small(call):
             documents = self._read(message, builder, call)
@@ -98,9 +111,9 @@ class SequenceService:
         """Read the documents and check their sizes against the limits before any is built."""
         with call.stage("read"):
             check("documents", len(message.documents), self._limits)
-            check("segments", sum(len(document.parts) for document in message.documents), self._limits)
-            check("images", sum(_images(document) for document in message.documents), self._limits)
             documents = [_read(document, call) for document in message.documents]
+            check("segments", sum(len(document.parts) for document in documents), self._limits)
+            check("images", sum(document.images for document in documents), self._limits)
             size = _Size()
             for document in documents:
                 call.checkpoint()
@@ -113,39 +126,58 @@ class SequenceService:
 
     def _build(self, builder: SequenceBuilder, documents: list[_Document], call: Call) -> None:
         with call.stage("build"):
-            for document in documents:
-                call.checkpoint()
-                if document.outcome is None:
-                    document.outcome = self._build_one(builder, document, call)
+            self._encode(builder, documents, call)
 
-    def _build_one(self, builder: SequenceBuilder, document: _Document, call: Call) -> InterleavedSequence | MmposError:
-        try:
-            sequence = builder.build(_CheckedParts(document.parts, call))
-        except ServiceError:  # raised by the checkpoint
-            raise
-        except MmposError as error:
-            return error
-        if sequence.input_ids.size > self._limits.tokens:
-            return LimitExceededError(f"tokens: got {sequence.input_ids.size}, want at most {self._limits.tokens}")
-        if not document.hashes:
-            return sequence
-        hashes = tuple(document.hashes.get(i, known) for i, known in enumerate(sequence.image_hashes))
-        return replace(sequence, image_hashes=hashes)
-
-    def _write(self, documents: list[_Document], answer: pb.Sequences, call: Call) -> None:
-        built = [document.outcome for document in documents if isinstance(document.outcome, InterleavedSequence)]
-        tokens = sum(sequence.input_ids.size for sequence in built)
-        check("tokens", tokens, self._limits)
-        call.count(documents=len(documents), tokens=tokens, images=sum(len(sequence.grid_thw) for sequence in built))
-        del built  # so that the patches are in memory only once
+    def _encode(self, builder: SequenceBuilder, documents: list[_Document], call: Call) -> None:
+        """Encode the texts and decode the images of the documents for which this is still to do."""
         for document in documents:
             call.checkpoint()
+            if document.contents is not None or document.error is not None:
+                continue
+            try:
+                parts = _CheckedParts(document.parts, call) if document.pool else document.parts
+                contents = builder.contents(parts)
+                check("tokens", contents.tokens, self._limits)
+            except ServiceError:  # raised by the checkpoint
+                raise
+            except MmposError as error:
+                document.error = error
+            else:
+                for image, content_hash in document.hashes.items():
+                    contents.image_hashes[image] = content_hash
+                document.contents = contents
+
+    def _place(self, builder: SequenceBuilder, documents: list[_Document]) -> list[_Together]:
+        """Place all documents together, or one by one if one of them fails or the scheme may look across documents."""
+        built = [(document, document.contents) for document in documents if document.contents is not None]
+        check("tokens", sum(contents.tokens for _, contents in built), self._limits)
+        if len(built) > 1 and plan_of(named_scheme(builder.scheme)) is not None:
+            with suppress(MmposError):
+                every = [contents for _, contents in built]
+                return [(every, builder.placed(every))]
+        placed: list[_Together] = []
+        for document, contents in built:
+            try:
+                placed.append(([contents], builder.placed([contents])))
+            except MmposError as error:
+                document.error = error
+        return placed
+
+    def _write(self, placed: list[_Together], documents: list[_Document], answer: pb.Sequences, call: Call) -> None:
+        messages = []
+        for document in documents:
             result = answer.results.add()
-            if isinstance(document.outcome, MmposError):
-                put_error(result.error, document.outcome)
-            elif document.outcome is not None:
-                put_sequence(result.sequence, document.outcome, call.beside)
-            document.outcome = None
+            if document.error is None:
+                messages.append(result.sequence)
+            else:
+                put_error(result.error, document.error)
+        empty = iter(messages)
+        for together, tables in placed:
+            call.checkpoint()
+            put_sequences(list(islice(empty, len(together))), together, tables, call.beside)
+            images = sum(len(contents.grid_thw) for contents in together)
+            call.count(tokens=tables.input_ids.size, images=images)
+        call.count(documents=len(documents))
 
 
 class _CheckedParts(list[Any]):
@@ -161,15 +193,12 @@ class _CheckedParts(list[Any]):
             yield part
 
 
-def _images(document: pb.Document) -> int:
-    return sum(part.WhichOneof("content") not in (None, "text", "token_ids", "audio") for part in document.parts)
-
-
 def _read(message: pb.Document, call: Call) -> _Document:
     try:
-        return _Document(get_parts("", message, call.beside))
+        parts = get_parts("", message, call.beside)
     except MmposError as error:
-        return _Document(outcome=error)
+        return _Document(error=error)
+    return _Document(parts, sum(not (isinstance(part, str | Audio) or is_ids(part)) for part in parts))
 
 
 @dataclass

@@ -67,7 +67,16 @@ def _method(service: str, name: str, messages: Any, run: Run, *, stream: bool = 
         # Items of Place do not run in parallel: placing one takes no longer than handing it to a thread.
         twin = streamed(f"Stream{name}", request, response, run, side_by_side=name == "Build")
     request, response = (getattr(messages, f"{name}{kind}") for kind in ("Request", "Response"))
-    return Method(f"{PACKAGE}.{service}Service", name, request, response, run, twin, bulky=name == "Build", large=name in ("Build", "Rotate"))
+    return Method(
+        f"{PACKAGE}.{service}Service",
+        name,
+        request,
+        response,
+        run,
+        twin,
+        bulky=name == "Build",
+        large=name in ("Build", "Rotate"),
+    )
 
 
 def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:

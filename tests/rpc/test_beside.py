@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from message_strategies import messages, tensor
 from mutations import mutate
 
+from mmpos.errors import LimitExceededError
 from mmpos.rpc import beside
 from mmpos.rpc.beside import Beside
 from mmpos.rpc.tensors import get_tensor, integer_lists, put_tensor
@@ -87,15 +88,59 @@ def test_valid_and_malformed_messages_are_parsed_as_by_protobuf(
     assert 100 < sum(parse_plain(kind, case) is None for case in cases) < len(cases) - 100
 
 
-def test_a_message_with_many_fields_is_left_to_protobuf() -> None:
-    q = tensor(np.zeros(2**16, np.uint8), "uint8")
-    for fields, result in ((10, 1), (100, 0)):
-        # Begin with unknown numeric fields.
-        raw = b"\x98\x06\x01" * fields + rotary_pb2.RotateRequest(q=q).SerializeToString()
-        kept = Beside()
-        message = kept.parse(rotary_pb2.RotateRequest, raw)
-        assert (len(message.q.data) < 100) == result
-        assert bytes(kept.data(message.q)) == q.data
+MOST = {"fields": 90, "documents": 3, "parts": 5, "views": 2, "seconds_per_frame": 4, "axis_scaling": 1}
+REPEATED: dict[str, tuple[Kind, Callable[[int], Any], str]] = {
+    "documents": (sequences_pb2.BuildRequest, lambda n: {"query": {"documents": [{}] * n}}, "got over 3"),
+    "parts": (
+        sequences_pb2.BuildRequest,
+        lambda n: {"query": {"documents": [{"parts": [{"text": "a"}] * size} for size in (2, 0, n - 2)]}},
+        "got over 5",
+    ),
+    "views": (positions_pb2.PlaceRequest, lambda n: {"query": {"views": [{}] * n}}, "got over 2"),
+    "seconds_per_frame": (
+        positions_pb2.PlaceRequest,
+        lambda n: {"query": {"segments": {"seconds_per_frame": [{}] * n}}},
+        "got over 4",
+    ),
+    "axis_scaling": (
+        rotary_pb2.RotateRequest,
+        lambda n: {"rotary": {"rotary": {"axis_scaling": [{}] * n}}},
+        "got over 1",
+    ),
+    "shape": (
+        sequences_pb2.BuildRequest,
+        lambda n: {"query": {"documents": [{"parts": [{"token_ids": {"shape": [1] * n}}]}]}},
+        "got 81 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_messages_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(beside, "LEAST_BYTES", 1)
+    kind, fields, got = REPEATED[name]
+    most = MOST.get(name, 80)
+    fits, over = (kind(**fields(n)).SerializeToString() for n in (most, most + 1))
+    assert Beside().marked(kind, fits, MOST) == fits
+    for prefix in (b"", b"\x8b\x06\x8c\x06", b"\x98\x06\xff\1", b"\xaa\x06\2\x0a\0"):  # unknown fields, one a group
+        with pytest.raises(LimitExceededError, match=f"^{name}: {got}, want at most {most}"):
+            Beside().marked(kind, prefix + over + b"\xff", MOST)
+    assert Beside().marked(kind, over) == over  # an answer
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"\x98\x06\1" * 65, "64 in one message, want packed numbers"),
+        (b"\x12\0\x1a\0" * 33, "64 in one message, want packed numbers"),
+        ((b"\x0a\x5a" + b"\x98\x06\1" * 30) * 4, "90, want at most 90 in one request to this server"),
+    ],
+    ids=["numbers", "messages by turns", "messages within messages"],
+)
+def test_other_fields_are_counted(monkeypatch: pytest.MonkeyPatch, raw: bytes, message: str) -> None:
+    monkeypatch.setattr(beside, "LEAST_BYTES", 1)
+    with pytest.raises(LimitExceededError, match=f"^fields: got over {message}$"):
+        Beside().marked(positions_pb2.PlaceRequest, raw, MOST)
 
 
 def test_an_endless_number_is_refused_immediately() -> None:
@@ -123,7 +168,7 @@ def test_tensors_are_read_in_place() -> None:
 def test_tensors_stay_in_their_messages_if_there_are_many_documents() -> None:
     document: Any = {"parts": [{"token_ids": tensor(np.arange(2**16, dtype=np.int32), "int32")}]}
     raw = sequences_pb2.BuildRequest(query={"documents": [document] * 2}).SerializeToString()  # type: ignore[arg-type]
-    assert Beside().parse(sequences_pb2.BuildRequest, raw) == sequences_pb2.BuildRequest.FromString(raw)
+    assert Beside().marked(sequences_pb2.BuildRequest, raw) == raw
 
 
 def test_a_message_of_2_gib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,16 +208,12 @@ def test_all_lists_in_any_message_are_read(message: Any) -> None:
     assert read(message) == one_by_one(message)
 
 
-def test_many_numbers_of_every_length_are_read(way: str) -> None:
+def test_many_numbers_of_every_length_are_read_and_unknown_fields_skipped(way: str) -> None:
     numbers = [sign * 2**bits for bits in range(63) for sign in (1, -1)] * 200
-    message = positions_pb2.Spans(lengths=numbers, documents=[7])
-    assert read(message) == [numbers, [], [], [7]]
-
-
-def test_unknown_fields_are_skipped(way: str) -> None:
+    raw = positions_pb2.Spans(lengths=numbers, documents=[7]).SerializeToString()
     unknown = b"\x98\x06\1" + b"\x9d\x06abcd" + b"\x99\x06abcdefgh" + b"\x9a\x06\2ab"
-    for more in (unknown, b"\x0d" + bytes(4), b"\xa3\x06\x08\1\xa4\x06"):  # the second field has another wire type
-        assert read(positions_pb2.Spans.FromString(b"\x0a\2\1\2" + more)) == [[1, 2], [], [], []]
+    for more in (b"", unknown, b"\x0d" + bytes(4), b"\xa3\x06\x08\1\xa4\x06"):  # lengths of another type; a group
+        assert read(positions_pb2.Spans.FromString(raw + more)) == [numbers, [], [], [7]]
 
 
 @pytest.mark.parametrize(
@@ -184,13 +225,10 @@ def test_bytes_never_written_by_an_encoder_are_declined(raw: bytes) -> None:
     assert CORE.integers(raw, b"\1") is None
 
 
-def test_too_many_fields_are_declined() -> None:
+def test_too_many_fields_are_declined_and_malformed_bytes_are_read_or_declined() -> None:
+    """Sanitizers must find no errors in the reader."""
     assert CORE.integers(b"\x0a\1\7", bytes([1] + [2] * 15)) == (np.int64(7).tobytes(), *[b""] * 15)
     assert CORE.integers(b"\x0a\1\7", bytes([1] + [2] * 16)) is None
-
-
-def test_malformed_bytes_are_read_or_declined() -> None:
-    """Read malformed bytes; sanitizers must find no errors in the reader."""
     valid = positions_pb2.Spans(lengths=[1, 300, -1], offsets=[5], documents=[2**40] * 3).SerializeToString()
     chance, answers = random.Random(3), set()
     for _ in range(20_000):

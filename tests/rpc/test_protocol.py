@@ -41,14 +41,8 @@ def breaking(copy: Path) -> str:
 
 
 def test_generated_code_is_current(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "grpc_tools.protoc",
-        "-Iproto",
-        f"--python_out={tmp_path}",
-        f"--mypy_out={tmp_path}",
-    ]
+    outputs = f"--python_out={tmp_path}", f"--mypy_out={tmp_path}"
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", *outputs]
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     sources = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "proto" / FOLDER).glob("*.proto"))]
     subprocess.run([*command, *sources], cwd=ROOT, env=environment, check=True, capture_output=True)
@@ -67,18 +61,9 @@ def test_a_name_without_a_comment_is_reported(copy: Path) -> None:
 
 
 def test_an_addition_breaks_nothing(copy: Path) -> None:
-    change(
-        copy,
-        "error.proto",
-        "  string message = 2;\n",
-        "  string message = 2;\n\n  // More about it.\n  string detail = 3;\n",
-    )
-    change(
-        copy,
-        "positions.proto",
-        "  SHARD_LAYOUT_CONTIGUOUS_SEQUENCE = 4;\n",
-        "  SHARD_LAYOUT_CONTIGUOUS_SEQUENCE = 4;\n  SHARD_LAYOUT_X = 5;\n",
-    )
+    field, value = "  string message = 2;\n", "  SHARD_LAYOUT_CONTIGUOUS_SEQUENCE = 4;\n"
+    change(copy, "error.proto", field, field + "\n  // More about it.\n  string detail = 3;\n")
+    change(copy, "positions.proto", value, value + "  SHARD_LAYOUT_X = 5;\n")
     assert breaking(copy) == ""
 
 

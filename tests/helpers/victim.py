@@ -20,7 +20,7 @@ SERVE = """
 import json, sys
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
-with running(ServerConfig(**json.loads(sys.argv[1])), rotations=True) as address:
+with running(ServerConfig(json.loads(sys.argv[1]), overload_ms=60_000), rotations=True) as address:
     print(address, flush=True)
     sys.stdin.read()
 """
@@ -122,19 +122,10 @@ def _failed(error: grpc.RpcError) -> Answer:
 
 
 @contextmanager
-def victim(**settings: int) -> Iterator[Victim]:
-    """Run a server while the context is open.
-
-    Args:
-        settings: further settings of the server.
-    """
+def victim() -> Iterator[Victim]:
+    """Run a server while the context is open."""
     profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}  # with Pillow, only rotations import torch
-    command = [
-        sys.executable,
-        "-c",
-        SERVE,
-        json.dumps({"profiles": {"default": profile}, "overload_ms": 60_000, **settings}),
-    ]
+    command = [sys.executable, "-c", SERVE, json.dumps({"default": profile})]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -131,9 +131,7 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
     put_each_segments([message], segments, [0, segments.num_documents])
 
 
-def put_each_segments(
-    messages: Sequence[table_pb2.SegmentTable], segments: SegmentTable, documents: Sequence[int]
-) -> None:
+def put_each_segments(messages: Sequence[Any], segments: SegmentTable, documents: Sequence[int]) -> None:
     """Fill each message with the segments of some documents, listed by the first of each message, then their number."""
     offsets = segments.segment_offsets
     first = offsets[documents]
@@ -219,9 +217,8 @@ def _seconds(name: str, message: table_pb2.SegmentTable, segments: int) -> IntAr
     if not times:
         return None
     if len(times) != segments:
-        raise InvalidInputError(
-            f"{path(name, 'seconds_per_frame')}: got {len(times)}, want {segments}, one for each segment"
-        )
+        want = f"{segments}, one for each segment"
+        raise InvalidInputError(f"{path(name, 'seconds_per_frame')}: got {len(times)}, want {want}")
     return np.array([[time.numerator for time in times], [time.denominator for time in times]], np.int64)
 
 

@@ -170,10 +170,10 @@ def get_tensor(
 
     Args:
         name: name of the field, for errors.
-        message: message to read.
+        message: message to read; if the tensor is large, only its mark.
         dtypes: names of the accepted types; None accepts all.
         ndim: accepted numbers of axes; None accepts up to 8.
-        beside: large tensors of the message, which it only marks.
+        beside: keeper of the large tensors.
 
     Raises:
         InvalidInputError: the type or the number of axes is not accepted, or the bytes do not fit the shape.
@@ -189,10 +189,8 @@ def get_tensor(
     size = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
     data = message.data if beside is None else beside.data(message)  # read it only once, since every access copies it
     if len(data) != size:
-        raise InvalidInputError(
-            f"{path(name, 'data')}: got {len(data)} bytes, want {size} for shape {shape} with {dtype.itemsize}-byte "
-            "numbers"
-        )
+        want = f"{size} for shape {shape} with {dtype.itemsize}-byte numbers"
+        raise InvalidInputError(f"{path(name, 'data')}: got {len(data)} bytes, want {want}")
     # numpy refuses such axes even for an empty array.
     if math.prod(side or 1 for side in shape) * dtype.itemsize >= 2**63:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want a shape that an array can have")

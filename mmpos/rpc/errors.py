@@ -36,9 +36,7 @@ RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata of an overloaded server: milliseconds after which to try again."""
 
 LONGEST = 1500
-"""Maximum message size in bytes: statuses travel percent-encoded in headers, and clients refuse headers above 8
-KiB.
-"""
+"""Maximum message size in bytes: it travels percent-encoded in a header, and clients refuse headers above 8 KiB."""
 
 _MEANING = {status: error for error, status in reversed(STATUS.items())}
 # Sent only by proxies: mmpos authenticates clients, and lets authenticated clients do anything.

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc import beside as large
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.rpc.v1.table_pb2 import Rational
 from mmpos.support import native
@@ -24,8 +25,6 @@ from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     import torch
-
-    from mmpos.rpc.beside import Beside
 
 E = TypeVar("E", bound=int)
 S = TypeVar("S", bound=np.generic)

@@ -37,7 +37,6 @@ Fields that hold the data or the shape of a tensor have None, and the latter its
 
 M = TypeVar("M", bound=Message)
 
-
 # The mark replaces a tensor in a message, followed by the tensor's position and size; it is random, so that nobody can
 # forge it.
 _MARK = secrets.token_bytes(16)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
+
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.allocation import MAX_HEAD_DIM, MAX_HEADS
 from mmpos.rotary.config import Rotary
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.positions import get_table, put_table
 from mmpos.rpc.tensors import chosen, enum, get_torch, path, put_tensor
 from mmpos.rpc.v1 import rotary_pb2 as pb
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
-
-    from mmpos.rpc.beside import Beside
 
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
@@ -97,9 +96,7 @@ def _check_lists(name: str, message: pb.Rotary) -> None:
             raise InvalidInputError(f"{path(name, field)}: got {len(numbers)} numbers, want at most {limit}")
 
 
-def put_rotary_positions(
-    message: pb.RotaryPositions, positions: PositionTable | Tensor | npt.NDArray[np.generic]
-) -> None:
+def put_rotary_positions(message: pb.RotaryPositions, positions: PositionTable | Tensor | npt.NDArray[Any]) -> None:
     """Fill a message with a PositionTable, or with ids in a torch tensor or an array."""
     if isinstance(positions, PositionTable):
         put_table(message.table, positions)

@@ -9,13 +9,14 @@ from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageSize
 from mmpos.images.decode import open_source
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.positions import get_result, get_segments, put_each_result, put_each_segments
 from mmpos.rpc.tensors import (
     chosen,
@@ -33,9 +34,6 @@ from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import Contents, InterleavedSequence, PlacedDocuments, is_ids
 from mmpos.sequence.video import plain_parts, refuse_crop
 from mmpos.support.checks import INT32_MAX, counted, int_array, naming, text
-
-if TYPE_CHECKING:
-    from mmpos.rpc.beside import Beside
 
 
 @dataclass(frozen=True)

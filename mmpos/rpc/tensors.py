@@ -97,15 +97,11 @@ def _numbers(kind: Descriptor, fields: tuple[str, ...]) -> bytes:
 
 def put_integers(field: MutableSequence[E], values: npt.ArrayLike) -> None:
     """Fill a repeated field with the numbers of an array, in order."""
-    array = np.asarray(values)
-    if array.size:
-        field.extend(array.ravel().tolist())
+    field.extend(np.asarray(values).ravel().tolist())
 
 
-def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None] | None:
-    """Read times, with None for each time whose numerator is 0; return None if the field is empty."""
-    if not values:
-        return None
+def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None]:
+    """Read times, with None for each time whose numerator is 0."""
     return [None if value.numerator == 0 else get_rational(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 

@@ -37,20 +37,16 @@ Fields that hold the data or the shape of a tensor have None, and the latter its
 
 M = TypeVar("M", bound=Message)
 
-
 # The mark replaces a tensor in a message, followed by the tensor's position and size; it is random, so that nobody can
 # forge it.
 _MARK = secrets.token_bytes(16)
 _PLACE = struct.Struct("<QQ")
 _MARK_BYTES = len(_MARK) + _PLACE.size
 
-_MOST_FIELDS, _SHAPE_BYTES = 64, 80
-"""Maximum number of fields in a message of a request, apart from repeated messages, and size of the shape of a tensor
-in bytes: 8 numbers of up to 10 bytes. No encoder writes more.
+_MOST_FIELDS, _SHAPE_BYTES, _MOST_BYTES = 64, 80, 2**31 - 1
+"""Maximum number of fields in a message of a request, apart from repeated messages, and sizes in bytes of the shape of
+a tensor, 8 numbers of up to 10 bytes, and of a message. No encoder writes more.
 """
-
-_MOST_BYTES = 2**31 - 1
-"""Maximum size of a message in bytes."""
 
 
 class Beside:

@@ -36,9 +36,7 @@ RETRY_AFTER = "grpc-retry-pushback-ms"
 """Trailing metadata of an overloaded server: milliseconds after which to try again."""
 
 LONGEST = 1500
-"""Maximum message size in bytes: statuses travel percent-encoded in headers, and clients refuse headers above 8
-KiB.
-"""
+"""Maximum message size in bytes: it travels percent-encoded in a header, and clients refuse headers above 8 KiB."""
 
 _MEANING = {status: error for error, status in reversed(STATUS.items())}
 # Sent only by proxies: mmpos authenticates clients, and lets authenticated clients do anything.
@@ -58,13 +56,7 @@ def to_status(error: MmposError) -> tuple[str, str]:
 
 
 def from_status(status: str, message: str, retry_after: float | None = None) -> MmposError:
-    """Convert a status to its error.
-
-    Args:
-        status: name of the gRPC status.
-        message: details of the status.
-        retry_after: seconds after which to retry, if the server sent them.
-    """
+    """Convert the name and details of a status, and the seconds after which to retry, if any, to an error."""
     if status == "RESOURCE_EXHAUSTED" and retry_after is not None:
         return ServiceOverloadedError(message, retry_after)
     if status in _MEANING and status != "INTERNAL":
@@ -106,11 +98,7 @@ def is_token(text: str) -> bool:
 
 
 def file_version(status: os.stat_result) -> tuple[int, int, int, int]:
-    """Return a version of a file that changes when the file does.
-
-    The version includes the inode: a Kubernetes secret changes when its symbolic link does, possibly to a file of the
-    same age.
-    """
+    """Return what changes with a file: also its inode, since a new Kubernetes secret may be a link to an older file."""
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import Layout, PositionTable, Side
 from mmpos.positions.table_rows import AXES, FIRST_SEGMENT, FIRST_TOKEN, MAX_AXES, NEXT_POSITION, NO_POSITION, OFFSET
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.queries import (
     Decode,
     Dense,
@@ -64,10 +65,6 @@ from mmpos.support.checks import (
     one_of,
     shown,
 )
-
-if TYPE_CHECKING:
-    from mmpos.rpc.beside import Beside
-
 
 A = TypeVar("A", bound=npt.NDArray[Any])
 D = TypeVar("D")
@@ -131,9 +128,7 @@ def put_segments(message: table_pb2.SegmentTable, segments: SegmentTable) -> Non
     put_each_segments([message], segments, [0, segments.num_documents])
 
 
-def put_each_segments(
-    messages: Sequence[table_pb2.SegmentTable], segments: SegmentTable, documents: Sequence[int]
-) -> None:
+def put_each_segments(messages: Sequence[Any], segments: SegmentTable, documents: Sequence[int]) -> None:
     """Fill each message with the segments of some documents, listed by the first of each message, then their number."""
     offsets = segments.segment_offsets
     first = offsets[documents]
@@ -216,13 +211,10 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
 
 def _seconds(name: str, message: table_pb2.SegmentTable, segments: int) -> IntArray | None:
     times = message.seconds_per_frame
-    if not times:
-        return None
-    if len(times) != segments:
-        raise InvalidInputError(
-            f"{path(name, 'seconds_per_frame')}: got {len(times)}, want {segments}, one for each segment"
-        )
-    return np.array([[time.numerator for time in times], [time.denominator for time in times]], np.int64)
+    if len(times) not in (0, segments):
+        want = f"{segments}, one for each segment"
+        raise InvalidInputError(f"{path(name, 'seconds_per_frame')}: got {len(times)}, want {want}")
+    return np.array([(time.numerator, time.denominator) for time in times], np.int64).T.copy() if times else None
 
 
 def _scattered(name: str, where: IntArray, values: IntArray | bool, array: A) -> A | None:
@@ -336,7 +328,7 @@ def _get_spans(message: pb.Spans) -> Spans:
         offsets,
         in_columns("grid_thw", grid_thw, 3),
         documents if documents.size else None,
-        seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame),
+        seconds_per_frame=get_seconds("seconds_per_frame", message.seconds_per_frame) or None,
         row_separator=message.row_separator,
         kind=kind - 1 if kind.size else None,
         extra_tokens=extra if extra.size else None,

@@ -19,20 +19,6 @@ from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import IntArray, int_array
 
-__all__ = [
-    "Decode",
-    "Dense",
-    "InputIds",
-    "Pad",
-    "PositionsQuery",
-    "PositionsResult",
-    "Shard",
-    "Spans",
-    "Take",
-    "View",
-    "Window",
-]
-
 
 class _View:
     """Method of a position table with its arguments; the class has the name of the method."""

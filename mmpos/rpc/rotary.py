@@ -4,58 +4,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
+
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable
 from mmpos.rotary.allocation import MAX_HEAD_DIM, MAX_HEADS
 from mmpos.rotary.config import Rotary
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.positions import get_table, put_table
 from mmpos.rpc.tensors import chosen, enum, get_torch, path, put_tensor
 from mmpos.rpc.v1 import rotary_pb2 as pb
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
-
-    from mmpos.rpc.beside import Beside
 
 _PAIRINGS = {pb.PAIRING_UNSPECIFIED: "half", pb.PAIRING_HALF: "half", pb.PAIRING_ADJACENT: "adjacent"}
 _PRECISIONS = {pb.PRECISION_UNSPECIFIED: "exact", pb.PRECISION_EXACT: "exact", pb.PRECISION_HF: "hf"}
-_PLAIN = ("head_dim", "axes", "rotary_dim", "length", "kv_heads")
 _LISTS = ("mrope_section", "inv_freq", "axes_dim", "head_axes")
 
 
 def put_rotary(message: pb.Rotary, rotary: Rotary) -> None:
     """Fill a message with a rotation."""
     values = rotary.to_dict()
-    for field in _PLAIN:
-        if values[field] is not None:
-            setattr(message, field, values[field])
-    for field in _LISTS:
-        getattr(message, field).extend(values[field] or ())
-    theta, allocation = values["theta"], values["allocation"]
+    theta, allocation, scaling = (values.pop(name) for name in ("theta", "allocation", "scaling"))
     if rotary.inv_freq is None:
-        message.theta.extend([theta] if isinstance(theta, float) else theta)
-    if isinstance(allocation, str):
-        message.allocation = allocation
-    else:
-        message.pair_axis.extend(allocation)
-    message.pairing = pb.PAIRING_ADJACENT if rotary.pairing == "adjacent" else pb.PAIRING_HALF
-    message.precision = pb.PRECISION_HF if rotary.precision == "hf" else pb.PRECISION_EXACT
-    scaling = values["scaling"]
+        values["theta"] = [theta] if isinstance(theta, float) else theta
+    values["allocation" if isinstance(allocation, str) else "pair_axis"] = allocation
+    values["pairing"] = pb.PAIRING_ADJACENT if rotary.pairing == "adjacent" else pb.PAIRING_HALF
+    values["precision"] = pb.PRECISION_HF if rotary.precision == "hf" else pb.PRECISION_EXACT
+    _put_values(message, values)
     if isinstance(scaling, list):
         for each in scaling:
-            _put_scaling(message.axis_scaling.add(), each or {})
+            _put_values(message.axis_scaling.add(), each or {})
     elif scaling is not None:
-        _put_scaling(message.scaling, scaling)
+        _put_values(message.scaling, scaling)
 
 
-def _put_scaling(message: pb.Scaling, values: dict[str, Any]) -> None:
-    for key, value in values.items():
+def _put_values(message: pb.Rotary | pb.Scaling, values: dict[str, Any]) -> None:
+    for field, value in values.items():
         if isinstance(value, list):
-            getattr(message, key).extend(value)
+            getattr(message, field).extend(value)
         elif value is not None:
-            setattr(message, key, value)
+            setattr(message, field, value)
 
 
 def get_rotary(name: str, message: pb.Rotary) -> Rotary:
@@ -106,18 +96,15 @@ def _check_lists(name: str, message: pb.Rotary) -> None:
             raise InvalidInputError(f"{path(name, field)}: got {len(numbers)} numbers, want at most {limit}")
 
 
-def put_rotary_positions(
-    message: pb.RotaryPositions, positions: PositionTable | Tensor | npt.NDArray[np.generic]
-) -> None:
+def put_rotary_positions(message: pb.RotaryPositions, positions: PositionTable | Tensor | npt.NDArray[Any]) -> None:
     """Fill a message with a PositionTable, or with ids in a torch tensor or an array."""
     if isinstance(positions, PositionTable):
         put_table(message.table, positions)
     elif hasattr(positions, "dtype") and hasattr(positions, "shape"):
         put_tensor(message.ids, positions)
     else:
-        raise InvalidInputError(
-            f"positions: got {type(positions).__name__}, want a PositionTable or a tensor of ids for a service"
-        )
+        want = "a PositionTable or a tensor of ids for a service"
+        raise InvalidInputError(f"positions: got {type(positions).__name__}, want {want}")
 
 
 def get_rotary_positions(

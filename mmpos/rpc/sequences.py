@@ -9,13 +9,14 @@ from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.images import ImageSize
 from mmpos.images.decode import open_source
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.positions import get_result, get_segments, put_each_result, put_each_segments
 from mmpos.rpc.tensors import (
     chosen,
@@ -30,12 +31,9 @@ from mmpos.rpc.tensors import (
 )
 from mmpos.rpc.v1 import sequences_pb2 as pb
 from mmpos.segments.kinds import Audio, Clip, Grid
-from mmpos.sequence.builder import Contents, InterleavedSequence, PlacedDocuments
+from mmpos.sequence.builder import Contents, InterleavedSequence, PlacedDocuments, is_ids
 from mmpos.sequence.video import plain_parts, refuse_crop
 from mmpos.support.checks import INT32_MAX, counted, int_array, naming, text
-
-if TYPE_CHECKING:
-    from mmpos.rpc.beside import Beside
 
 
 @dataclass(frozen=True)
@@ -56,16 +54,14 @@ class Sent:
 
 
 def put_parts(message: pb.Document, parts: object, beside: Beside | None = None) -> Sent:
-    """Fill a message with the parts of a document, up to the first part that cannot be sent.
+    """Fill a message with parts for SequenceBuilder.build, up to the first one that cannot be sent.
 
-    The parts are those of SequenceBuilder.build. A path is sent as the bytes of the file, an image without a file as
-    its upright pixels, and a Video as its plain parts; see ``put_tensor`` for beside. ``Sent.error`` holds the error
-    for a part that cannot be sent, which is the error that SequenceBuilder.build would raise.
+    A path is sent as the bytes of the file, an image without a file as its upright pixels, and a Video as its plain
+    parts; see ``put_tensor`` for beside. ``Sent.error`` is the error that SequenceBuilder.build would raise.
     """
     if not isinstance(parts, list | tuple):
         return Sent(error=InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts"))
-    sent = Sent()
-    images = 0
+    sent, images = Sent(), 0
     for origin, name, part in plain_parts(parts):
         entry = message.parts.add()
         try:
@@ -90,16 +86,15 @@ def _put_part(name: str, entry: pb.Part, part: object, beside: Beside | None) ->
     """Fill a part; return whether it is an image, and its content hash if its pixels do not determine it."""
     if isinstance(part, str):
         entry.text = text(name, part)
-        return False, None
-    if isinstance(part, list | tuple) or (getattr(part, "ndim", 0) == 1 and not isinstance(part, memoryview)):
+    elif is_ids(part):
         put_tensor(entry.token_ids, int_array(name, part, (None,)), beside)
-        return False, None
-    if isinstance(part, Audio):
+    elif isinstance(part, Audio):
         entry.audio = part.length
-        return False, None
-    refuse_crop(name, part)
-    with naming(name):
-        return True, _put_image(entry, part, beside)
+    else:
+        refuse_crop(name, part)
+        with naming(name):
+            return True, _put_image(entry, part, beside)
+    return False, None
 
 
 def _put_image(entry: pb.Part, image: object, beside: Beside | None) -> str | None:
@@ -197,10 +192,7 @@ def put_sequences(
 
 
 def get_sequence(
-    name: str,
-    message: pb.Sequence,
-    hashes: Mapping[int, str] = MappingProxyType({}),
-    beside: Beside | None = None,
+    name: str, message: pb.Sequence, hashes: Mapping[int, str] = MappingProxyType({}), beside: Beside | None = None
 ) -> InterleavedSequence:
     """Read the sequence from a message; see ``get_tensor`` for beside.
 

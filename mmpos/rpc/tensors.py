@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc import beside as large
+from mmpos.rpc.beside import Beside
 from mmpos.rpc.v1 import tensor_pb2 as pb
 from mmpos.rpc.v1.table_pb2 import Rational
 from mmpos.support import native
@@ -24,8 +25,6 @@ from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
     import torch
-
-    from mmpos.rpc.beside import Beside
 
 E = TypeVar("E", bound=int)
 S = TypeVar("S", bound=np.generic)
@@ -98,15 +97,11 @@ def _numbers(kind: Descriptor, fields: tuple[str, ...]) -> bytes:
 
 def put_integers(field: MutableSequence[E], values: npt.ArrayLike) -> None:
     """Fill a repeated field with the numbers of an array, in order."""
-    array = np.asarray(values)
-    if array.size:
-        field.extend(array.ravel().tolist())
+    field.extend(np.asarray(values).ravel().tolist())
 
 
-def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None] | None:
-    """Read times, with None for each time whose numerator is 0; return None if the field is empty."""
-    if not values:
-        return None
+def get_seconds(name: str, values: Sequence[Rational]) -> list[Fraction | None]:
+    """Read times, with None for each time whose numerator is 0."""
     return [None if value.numerator == 0 else get_rational(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
@@ -170,10 +165,10 @@ def get_tensor(
 
     Args:
         name: name of the field, for errors.
-        message: message to read.
+        message: message to read; if the tensor is large, only its mark.
         dtypes: names of the accepted types; None accepts all.
         ndim: accepted numbers of axes; None accepts up to 8.
-        beside: large tensors of the message, which it only marks.
+        beside: keeper of the large tensors.
 
     Raises:
         InvalidInputError: the type or the number of axes is not accepted, or the bytes do not fit the shape.
@@ -189,10 +184,8 @@ def get_tensor(
     size = math.prod(shape) * dtype.itemsize  # Python's integers do not overflow
     data = message.data if beside is None else beside.data(message)  # read it only once, since every access copies it
     if len(data) != size:
-        raise InvalidInputError(
-            f"{path(name, 'data')}: got {len(data)} bytes, want {size} for shape {shape} with {dtype.itemsize}-byte "
-            "numbers"
-        )
+        want = f"{size} for shape {shape} with {dtype.itemsize}-byte numbers"
+        raise InvalidInputError(f"{path(name, 'data')}: got {len(data)} bytes, want {want}")
     # numpy refuses such axes even for an empty array.
     if math.prod(side or 1 for side in shape) * dtype.itemsize >= 2**63:
         raise InvalidInputError(f"{path(name, 'shape')}: got {shape}, want a shape that an array can have")

@@ -29,15 +29,7 @@ _LEAST_CHARACTERS = 16
 
 
 class _Reread:
-    """Files that are read again when one of them changes; a wrong version changes nothing and is logged once.
-
-    Args:
-        paths: the files by flag.
-        logs: log for new versions, wrong ones too.
-
-    Raises:
-        InvalidInputError: a file is wrong; the message names the flag and the file.
-    """
+    """Files, by flag, that are read again when one changes; a wrong version changes nothing and is logged once."""
 
     _event: str
 
@@ -88,10 +80,6 @@ def _read(flag: str, path: Path) -> bytes:
 
 class TokenFile(_Reread):
     """Tokens from a file with one "NAME TOKEN" per line and comments after "#"; a name may have several tokens.
-
-    Args:
-        path: the file.
-        logs: log of the server.
 
     Raises:
         InvalidInputError: the file is wrong; the message names the file and the line but never quotes the line.
@@ -146,11 +134,7 @@ class TlsFiles(NamedTuple):
 
 
 class Certificates(_Reread):
-    """A server's certificates, which are reread whenever their files change.
-
-    Args:
-        tls: TLS files.
-        logs: log of the server.
+    """A server's certificates.
 
     Raises:
         InvalidInputError: a file is wrong, or the certificate and the key do not match.
@@ -185,15 +169,10 @@ class Certificates(_Reread):
 
 
 def not_after(pem: bytes, key: bytes | None = None, got: str = "--tls-cert: got bytes") -> datetime:
-    """Return the time at which the first certificate of a chain expires.
-
-    Args:
-        pem: the chain.
-        key: the private key of the first certificate; None checks no key.
-        got: beginning of the message.
+    """Return the time at which the first certificate of a chain expires; check its private key if there is one.
 
     Raises:
-        InvalidInputError: the bytes are not certificates, or the key is another's.
+        InvalidInputError: the bytes are not certificates, or the key is another's; the message begins with ``got``.
     """
     with needed_for("TLS", extra="server"):
         from cryptography import exceptions, x509

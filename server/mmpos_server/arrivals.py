@@ -31,13 +31,16 @@ LARGE_BYTES = 2**18
 """Size in bytes above which a request needs a place, and an answer counts until the client has read it."""
 
 MESSAGES, WORK, STREAMS, WATCHES = 16, 64, 40, 64
-"""Places for large messages, for calls that wait for a thread, for streams, and for streams of health and reflection."""
+"""Places for large messages, for calls that wait for a thread, for streams, and for those of health and reflection."""
 
 UNREAD_BYTES = 256 * 2**20
 """Bytes of unread answers above which further large answers are refused."""
 
 SHARE = 0.5
 """Largest share of each kind of places, and of the bytes of unread answers, that one client may hold."""
+
+_MOST_WAITING = 8
+"""Number of calls that may wait for each place."""
 
 TICK_SECONDS = 0.1
 """Seconds between checks of arriving messages and unread answers."""
@@ -94,9 +97,20 @@ class Places:
         self._held[client] += count
 
     async def wait(self, client: str) -> None:
-        """Take a place as soon as one is free; of the clients that wait, the one that holds the fewest is next."""
+        """Take a place as soon as one is free; of the clients that wait, the one that holds the fewest is next.
+
+        Raises:
+            ServiceOverloadedError: too many wait already, or too many of this client.
+        """
         if not self._waiting and self.free(client):
             return self.add(client)
+        mine, most = sum(name == client for name, _ in self._waiting), _MOST_WAITING * self.limit
+        if len(self._waiting) >= most or mine >= most // 2:
+            raise ServiceOverloadedError(
+                f"{self.name}: got {len(self._waiting)} waiting, {mine} of this client; want fewer than {most} and "
+                f"{most // 2}",
+                1.0,
+            )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((client, turn))
         try:

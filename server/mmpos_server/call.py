@@ -28,8 +28,9 @@ class GoneError(BaseException):
 
 
 class Threads:
-    """Threads for long work, which all start at once: two for placements and rotations, one per core for images, and one
-    for images of more than 16 megapixels, so that they bound the memory.
+    """Threads for long work, which all start at once.
+
+    Two are for placements and rotations, one per core is for images, and one for images of more than 16 megapixels.
     """
 
     def __init__(self) -> None:

@@ -117,11 +117,7 @@ class ServerConfig:
 
     @classmethod
     def read(cls, text: str, path: Path | None = None) -> Self:
-        """Parse settings from TOML; a text without profiles gets the profiles from the embedded file.
-
-        Args:
-            text: content of the file.
-            path: path of the file, for messages and relative paths; None means the embedded file.
+        """Parse the content of a file; without profiles, it gets those of the embedded file.
 
         Raises:
             InvalidInputError: a setting is wrong; the message names the file and the field.
@@ -149,7 +145,7 @@ def _check_type(name: str, value: object, kinds: tuple[type, ...]) -> None:
 
 
 def load(path: Path | str | None = None) -> ServerConfig:
-    """Load the settings from a file; None loads the embedded file.
+    """Read the settings from a file; None reads the embedded file.
 
     Raises:
         InvalidInputError: the file or a setting is wrong; the message names the file, field and value.

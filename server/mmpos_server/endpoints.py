@@ -105,7 +105,7 @@ class Shared:
                 return str(value)
         return f"{_PREFIX}-{next(self.numbers)}"
 
-    def parse(self, kind: type[M], raw: bytes, call: Call, *, bulky: bool) -> M:
+    def parse(self, kind: type[M], raw: bytes, call: Call, bulky: bool) -> M:
         """Parse a request; ``bulky`` requests may have more bytes besides large tensors than limits.message_bytes.
 
         Raises:
@@ -242,8 +242,12 @@ class Endpoint:
 
     async def _parsed(self, raw: bytes, call: Call) -> bytes:
         """Parse a request, call the method, and serialize the answer."""
-        shared, method = self._shared, self.method
-        request, response = shared.parse(method.request, raw, call, bulky=method.bulky), method.response()
-        call.request = request
-        await method.run(request, response, call)
-        return shared.encode(response, call)
+        shared, method, response = self._shared, self.method, self.method.response()
+        if len(raw) <= LARGE_BYTES:
+            call.request = shared.parse(method.request, raw, call, method.bulky)
+        else:
+            call.request = await call.run("work", shared.parse, method.request, raw, call, method.bulky)
+        await method.run(call.request, response, call)
+        if call.answer_bytes <= LARGE_BYTES:
+            return shared.encode(response, call)
+        return await call.run("work", shared.encode, response, call)

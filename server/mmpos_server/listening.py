@@ -29,13 +29,13 @@ class Listen:
     """Addresses that a server listens on, with TLS and tokens.
 
     Args:
-        host: address or name of this machine on which to listen.
+        host: address or name of this machine.
         port: gRPC port; 0 picks a free one.
-        tls: files for an encrypted port; with None, the port is not encrypted.
-        reuse_port: whether other processes may listen on the same port; set for workers only.
-        tcp: whether to listen on a TCP port at all.
-        uds: path of a unix socket, which is never encrypted and only for the user of this process.
-        token_file: file with client names and tokens; None admits every client that can connect.
+        tls: files for an encrypted port.
+        reuse_port: whether other processes may listen on the same port.
+        tcp: whether to listen on a port at all.
+        uds: path of a unix socket, for the user of this process only.
+        token_file: file with client names and tokens; None admits every client.
 
     Raises:
         InvalidInputError: tokens would be sent over a network without TLS, or there are certificates but no port.
@@ -65,11 +65,7 @@ def address(host: str, port: int) -> str:
 
 
 def split(flag: str, text: str) -> tuple[str, int]:
-    """Parse HOST:PORT; a host with colons is in brackets.
-
-    Raises:
-        InvalidInputError: the text has another form.
-    """
+    """Parse the value HOST:PORT of a flag; a host with colons is in brackets."""
     match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+)):(\d{1,5})", text, re.ASCII)
     if not match or int(match[3]) > 65535:
         raise InvalidInputError(f"{flag}: got {text!r}, want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
@@ -90,27 +86,23 @@ def warn(listen: Listen, logs: Logs) -> None:
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False, flag: str = "--listen") -> socket.socket:
-    """Bind a socket to a port without listening, to check that the port is free or to reserve it.
-
-    Raises:
-        InvalidInputError: the port is in use, or the host is not on this machine.
-    """
-    target = address(host, port)
+    """Bind a socket to a port, to check that the port is free or to reserve it; ``flag`` is for errors."""
     try:
         family, kind, protocol, _, name = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        reserved = socket.socket(family, kind, protocol)
+        try:
+            # The transport does this too: otherwise, the last connections of an ended server would block the port.
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
+            reserved.bind(name)
+        except OSError:
+            reserved.close()
+            raise
     except (OSError, UnicodeError) as error:
-        raise InvalidInputError(f"{flag}: got {target} ({error}), want an address of this machine") from None
-    reserved = socket.socket(family, kind, protocol)
-    try:
-        # The transport does this too: otherwise, the last connections of a server that just ended would block the port.
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(name)
-    except OSError as error:
-        reserved.close()
-        want = "a free port (0 picks one)" if error.errno == errno.EADDRINUSE else "an address to listen on"
-        raise InvalidInputError(f"{flag}: got {target} ({error.strerror}), want {want}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInputError(
+            f"{flag}: got {address(host, port)} ({reason}), want a free port of this machine (0 picks one)"
+        ) from None
     return reserved
 
 
@@ -118,7 +110,7 @@ def bind_uds(path: Path, add: Callable[[str], object]) -> str:
     """Listen on a unix socket to which only the user of this process may connect; gRPC removes it when it stops.
 
     Args:
-        path: path of the socket; a stale socket is replaced.
+        path: path of the socket; a socket whose server has ended is replaced.
         add: function that listens on a gRPC address.
 
     Returns:
@@ -129,25 +121,19 @@ def bind_uds(path: Path, add: Callable[[str], object]) -> str:
     """
     before = os.umask(0o177)
     try:
-        if path.is_symlink() or path.exists():
-            _check_stale(path)
+        # gRPC replaces any socket.
+        if path.is_symlink() or (path.exists() and not path.is_socket()):
+            raise RuntimeError("not a socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            if path.exists() and probe.connect_ex(os.fspath(path)) != errno.ECONNREFUSED:
+                raise RuntimeError("in use")
         add(f"unix:{path}")
     except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidInputError(f"--listen: got unix:{path} ({reason}), want a path to listen on") from None
+        raise InvalidInputError(f"--listen: got unix:{path} ({error}), want a path to listen on") from None
     finally:
         os.umask(before)
     return f"unix:{path}"
-
-
-def _check_stale(path: Path) -> None:
-    """Check that a path is a socket on which no server listens, since gRPC replaces any socket."""
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise OSError(errno.ENOTSOCK, "not a socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        if probe.connect_ex(os.fspath(path)) != errno.ECONNREFUSED:  # otherwise, its server has ended
-            raise OSError(errno.EADDRINUSE, "in use")
 
 
 def transport_options(config: ServerConfig, *, reuse_port: bool) -> list[tuple[str, int]]:

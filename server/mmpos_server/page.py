@@ -37,9 +37,6 @@ def exposed(
         ready: thread-safe function that returns whether the server accepts calls.
         host: address to listen on.
         port: port to listen on; 0 picks a free one.
-
-    Raises:
-        InvalidInputError: the port is in use, or the address is not on this machine.
     """
     checks, metrics = {"/livez": live, "/readyz": ready}, make_wsgi_app(registry)
 

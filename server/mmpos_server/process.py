@@ -129,9 +129,10 @@ async def _run(server: Server, logs: Logs, started: Callable[[list[str]], None],
         stopping.set()
 
     addresses = await server.start()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    if parent is not None:
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    if parent is None:
+        loop.add_signal_handler(signal.SIGINT, stop)
+    else:
         loop.add_reader(parent, orphaned)
     try:
         started(addresses)

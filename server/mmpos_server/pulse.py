@@ -14,8 +14,10 @@ from grpc_health.v1 import health_pb2
 
 __all__ = ["Pulse"]
 
-_PERIOD_SECONDS, _TIMEOUT_SECONDS, _MOST_FAILURES = 1.0, 10.0, 3
-"""Seconds between calls, seconds until a call has failed, and failures in a row after which the server has failed."""
+_PERIOD_SECONDS, _SOON_SECONDS, _TIMEOUT_SECONDS, _MOST_FAILURES = 1.0, 0.05, 10.0, 3
+"""Seconds between calls, and after a slow one; seconds until a call has failed, and failures in a row after which the
+server has failed.
+"""
 
 _CHECK = "/grpc.health.v1.Health/Check"
 
@@ -31,15 +33,20 @@ class Pulse:
 
     def __init__(self, failed: Callable[[str], None]) -> None:
         self._failed = failed
-        self._began, self._last = math.inf, 0.0
+        self._began = math.inf
+        self._last = self._before = 0.0
         self._folder = ""
         self._ended = Event()
         self._thread = Thread(target=self._run, name="mmpos-pulse", daemon=True)
 
     @property
     def lag(self) -> float:
-        """Seconds that the last call took, or that the running one has taken if that is longer. This is thread-safe."""
-        return max(self._last, monotonic() - self._began)
+        """Seconds that each of the last two calls took at least. This is thread-safe.
+
+        One call alone may be slow because one request holds the interpreter. A running call counts as the last one as
+        soon as it is slower than that.
+        """
+        return max(min(self._before, self._last), min(self._last, monotonic() - self._began))
 
     def start(self, add: Callable[[str], object]) -> None:
         """Begin to call the server; ``add`` makes it listen on an address."""
@@ -57,7 +64,7 @@ class Pulse:
         request = health_pb2.HealthCheckRequest().SerializeToString()
         with grpc.insecure_channel(f"unix:{self._folder}/pulse") as channel:
             check = channel.unary_unary(_CHECK)
-            while not self._ended.wait(_PERIOD_SECONDS):
+            while not self._ended.wait(_PERIOD_SECONDS if self._last < _SOON_SECONDS else _SOON_SECONDS):
                 self._began = monotonic()
                 try:
                     check(request, timeout=_TIMEOUT_SECONDS)
@@ -67,4 +74,4 @@ class Pulse:
                         self._failed(f"{failures} calls to itself failed, the last with {error.code().name}")
                 else:
                     failures = 0
-                self._last, self._began = monotonic() - self._began, math.inf
+                self._before, self._last, self._began = self._last, monotonic() - self._began, math.inf

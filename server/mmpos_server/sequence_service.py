@@ -73,7 +73,7 @@ class SequenceService:
         self._profiles, self._limits = profiles, limits
 
     async def build(self, message: pb.SequencesQuery, answer: pb.Sequences, call: Call) -> None:
-        """Answer Build with the sequences of a batch of documents; threads decode images in parallel and do long work."""
+        """Answer Build with the sequences of a batch of documents; threads decode images and do long work."""
         builder = self._builder(message)
 
         def finish() -> None:

@@ -122,7 +122,7 @@ class StreamEndpoint:
     async def _outcome(self, raw: bytes, call: Call, request_id: str) -> tuple[bytes, str]:
         """Return the answer to one item and the item's status."""
         twin, shared = self._twin, self._shared
-        request, response = shared.parse(twin.request, raw, call, bulky=self.method.bulky), twin.response()
+        request, response = shared.parse(twin.request, raw, call, self.method.bulky), twin.response()
         try:
             await twin.run(request, response, call)
             return shared.encode(response, call), "OK"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,12 @@ def running(config: ServerConfig | None = None, *, grace: float = 5.0, **options
     '127.0.0.1'
 
     Args:
-        config: the server's settings; None uses the embedded settings.
+        config: the server's settings; None uses the embedded settings, but never refuses calls for overload, since the
+            caller's code may keep the server waiting.
         grace: seconds that running calls may take to finish at the end.
         options: further arguments of Server; without ``listen``, the server listens on a free port of 127.0.0.1.
     """
-    with started(config or load(), grace=grace, **options) as (_, address):
+    with started(config or replace(load(), overload_ms=60_000), grace=grace, **options) as (_, address):
         yield address
 
 

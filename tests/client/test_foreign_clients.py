@@ -33,7 +33,7 @@ PHOTO = ROOT / "mmpos" / "photos" / "coffee.jpg"
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     # Use the same backend as the tests below, since torchvision rounds pixels differently.
-    with running(ServerConfig.model_validate({"profiles": {"default": {"images": {"backend": "pillow"}}}})) as address:
+    with running(ServerConfig({"default": {"images": {"backend": "pillow"}}}), rotations=True) as address:
         yield address
 
 

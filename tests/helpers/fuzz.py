@@ -171,10 +171,8 @@ class Server(Program):
 def serving(environment: dict[str, str] | None) -> Iterator[Server]:
     """Run a server in a separate process."""
     with tempfile.TemporaryDirectory(prefix="mmpos-fuzz-") as folder:
-        path = Path(folder) / "settings.toml"
-        path.write_text("[limits]\n" + "\n".join(f"{name} = {limit}" for name, limit in LIMITS.items()))
-        arguments = ("--config", str(path), "--log-level", "warning")
-        server = Server.launch(Path(folder) / "log", *arguments, environment=environment)
+        limits = f"from mmpos_server.config import Limits, ServerConfig\nServerConfig.limits = Limits(**{LIMITS})"
+        server = Server.launch(Path(folder) / "log", environment=environment, before=limits)
         try:
             yield server
         finally:

@@ -161,7 +161,7 @@ def serving(
     method = place_method(fake.run)
     assert method.twin is not None
     method = replace(method, twin=replace(method.twin, side_by_side=side_by_side))
-    config = replace(load(), **settings)
+    config = replace(load(), **{"overload_ms": 60_000, **settings})
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.enable_retries", 0)]
     with started(config, grace=grace, **{"methods": [method], **(options or {})}) as (server, address):
         try:

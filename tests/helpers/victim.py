@@ -20,7 +20,7 @@ SERVE = """
 import json, sys
 from mmpos_server.config import ServerConfig
 from mmpos_server.testing import running
-with running(ServerConfig.model_validate(json.loads(sys.argv[1]))) as address:
+with running(ServerConfig(json.loads(sys.argv[1]), overload_ms=60_000), rotations=True) as address:
     print(address, flush=True)
     sys.stdin.read()
 """
@@ -122,15 +122,10 @@ def _failed(error: grpc.RpcError) -> Answer:
 
 
 @contextmanager
-def victim(**tables: dict[str, int]) -> Iterator[Victim]:
-    """Run a server while the context is open.
-
-    Args:
-        tables: tables of the server's settings, such as limits.
-    """
+def victim() -> Iterator[Victim]:
+    """Run a server while the context is open."""
     profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}  # with Pillow, only rotations import torch
-    settings = json.dumps({"profiles": {"default": profile}, **tables})
-    command = [sys.executable, "-c", SERVE, settings]
+    command = [sys.executable, "-c", SERVE, json.dumps({"default": profile})]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None

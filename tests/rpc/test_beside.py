@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,7 @@ TENSORS: dict[Kind, Callable[[Any], list[tensor_pb2.Tensor]]] = {
     rotary_pb2.RotateRequest: lambda message: [message.q, message.k, message.positions.ids],
     rotary_pb2.CosSinResponse: lambda message: [message.cos, message.sin, message.cache],
     positions_pb2.PlaceRequest: lambda message: [
-        message.query.input_ids.input_ids,
-        message.query.input_ids.attention_mask,
+        getattr(message.query.input_ids, name) for name in ("input_ids", "attention_mask")
     ],
     tensor_pb2.Tensor: lambda message: [message],
 }
@@ -41,22 +41,20 @@ TENSORS: dict[Kind, Callable[[Any], list[tensor_pb2.Tensor]]] = {
 def parse_beside(kind: Kind, raw: bytes) -> Message | None:
     """Parse a message and put its large tensors back into it; return None if protobuf refuses the message."""
     kept = Beside()
-    try:
+    with suppress(DecodeError):
         message = kept.parse(kind, raw)
-    except DecodeError:
-        return None
-    for large in TENSORS[kind](message):
-        if large.data:
-            large.data = bytes(kept.data(large))
-    return message
+        for large in TENSORS[kind](message):
+            if large.data:
+                large.data = bytes(kept.data(large))
+        return message
+    return None
 
 
 def parse_plain(kind: Kind, raw: bytes) -> Message | None:
     """Parse a message with protobuf; return None if protobuf refuses the message."""
-    try:
+    with suppress(DecodeError):
         return kind.FromString(raw)
-    except DecodeError:
-        return None
+    return None
 
 
 def examples() -> list[Message]:
@@ -89,29 +87,22 @@ def test_valid_and_malformed_messages_are_parsed_as_by_protobuf(
 
 
 MOST = {"fields": 90, "documents": 3, "parts": 5, "views": 2, "seconds_per_frame": 4, "axis_scaling": 1}
+BUILD, PLACE, ROTATE = sequences_pb2.BuildRequest, positions_pb2.PlaceRequest, rotary_pb2.RotateRequest
 REPEATED: dict[str, tuple[Kind, Callable[[int], Any], str]] = {
-    "documents": (sequences_pb2.BuildRequest, lambda n: {"query": {"documents": [{}] * n}}, "got over 3"),
+    "documents": (BUILD, lambda n: {"query": {"documents": [{}] * n}}, "got over 3"),
     "parts": (
-        sequences_pb2.BuildRequest,
-        lambda n: {"query": {"documents": [{"parts": [{"text": "a"}] * size} for size in (2, 0, n - 2)]}},
+        BUILD,
+        lambda n: {"query": {"documents": [{"parts": [{}] * parts} for parts in (2, 0, n - 2)]}},
         "got over 5",
     ),
-    "views": (positions_pb2.PlaceRequest, lambda n: {"query": {"views": [{}] * n}}, "got over 2"),
-    "seconds_per_frame": (
-        positions_pb2.PlaceRequest,
-        lambda n: {"query": {"segments": {"seconds_per_frame": [{}] * n}}},
-        "got over 4",
-    ),
-    "axis_scaling": (
-        rotary_pb2.RotateRequest,
-        lambda n: {"rotary": {"rotary": {"axis_scaling": [{}] * n}}},
-        "got over 1",
-    ),
     "shape": (
-        sequences_pb2.BuildRequest,
+        BUILD,
         lambda n: {"query": {"documents": [{"parts": [{"token_ids": {"shape": [1] * n}}]}]}},
         "got 81 bytes",
     ),
+    "views": (PLACE, lambda n: {"query": {"views": [{}] * n}}, "got over 2"),
+    "seconds_per_frame": (PLACE, lambda n: {"query": {"segments": {"seconds_per_frame": [{}] * n}}}, "got over 4"),
+    "axis_scaling": (ROTATE, lambda n: {"rotary": {"rotary": {"axis_scaling": [{}] * n}}}, "got over 1"),
 }
 
 

@@ -91,7 +91,7 @@ class Both:
 def ask() -> Iterator[Both]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        running(SERVED) as address,
+        running(SERVED, rotations=True) as address,
         open_client("sync", address, timeout=60) as sync,
         open_client("async", address, timeout=60) as async_client,
     ):
@@ -104,6 +104,11 @@ def _outcome(call: Callable[[], object]) -> object:
         return call()
     except MmposError as error:
         return error
+
+
+def assert_alike(one: Callable[[], object], other: Callable[[], object]) -> None:
+    """Assert that two calls return the same, or raise the same error."""
+    assert_equal(_outcome(one), _outcome(other))
 
 
 SOURCES: list[SegmentTable | Spans | InputIds] = [
@@ -210,7 +215,7 @@ def test_queries_match_local_calls(ask: Both, query: PositionsQuery, right: bool
 def test_random_queries_match_local_calls(ask: Both) -> None:
     def check(request: positions_pb2.PlaceRequest) -> None:
         query = get_query("query", request.query)
-        assert_equal(_outcome(lambda: ask.sync.query(query)), _outcome(query.run))
+        assert_alike(lambda: ask.sync.query(query), query.run)
 
     for_each(places(), 200, check)
 
@@ -218,7 +223,7 @@ def test_random_queries_match_local_calls(ask: Both) -> None:
 def test_place_accepts_views_and_refuses_lists(ask: Both) -> None:
     assert_equal(ask("place", SEGMENTS, "mrope", [5, 7], views=[Decode(2)]), place(SEGMENTS, "mrope", [5, 7]).decode(2))
     wrong: Any = [[Text(1)]]
-    assert_equal(_outcome(lambda: ask("place", wrong)), _outcome(lambda: place(wrong)))
+    assert_alike(lambda: ask("place", wrong), lambda: place(wrong))
 
 
 def test_streams_return_results_in_order_and_errors_in_place_of_failed_results(ask: Both) -> None:
@@ -260,15 +265,13 @@ WRONG_PARTS: list[Any] = [
 
 
 def test_invalid_build_arguments_are_refused(ask: Both) -> None:
-    assert_equal(_outcome(lambda: ask("build_batch", 5)), _outcome(lambda: BUILDER.build_batch(5)))  # type: ignore[arg-type]
+    assert_alike(lambda: ask("build_batch", 5), lambda: BUILDER.build_batch(5))  # type: ignore[arg-type]
     for options, message in (
         ({"start": 0.5}, "start: got 0.5, want an integer"),
         ({"patches": 1}, "patches: got 1, want True or False"),
+        ({"errors": "no"}, "errors: got 'no', want one of 'raise', 'return'"),
     ):
-        assert str(_outcome(partial(ask, "build", ["a"], **options))) == message
-    assert str(_outcome(lambda: ask("build_batch", [], errors="no"))) == (
-        "errors: got 'no', want one of 'raise', 'return'"
-    )
+        assert str(_outcome(partial(ask, "build_batch", [], **options))) == message
 
 
 BROKEN: list[Any] = [
@@ -290,7 +293,7 @@ def test_errors_name_the_first_of_two_broken_parts(ask: Both) -> None:
         assert_equal(_outcome(partial(ask, "build", parts)), outcome)
     for first in (4, 30, 60):
         batch = [["a"], *documents[first : first + 5]]
-        assert_equal(_outcome(partial(ask, "build_batch", batch)), _outcome(partial(BUILDER.build_batch, batch)))
+        assert_alike(partial(ask, "build_batch", batch), partial(BUILDER.build_batch, batch))
 
 
 ROWED: list[list[Any]] = [["x", Grid(2, 3, row_separator=True)], ["x", PHOTO, Video([PHOTO] * 2, times=[0, 1])]]
@@ -332,7 +335,7 @@ def test_batches_and_single_documents_match_local_builds(
     local = local if scheme is None else replace(local, scheme=scheme)
     assert_built(ask, local, documents, profile=profile, scheme=scheme, start=5)
     alone = partial(ask, "build", documents[1], profile=profile, scheme=scheme, start=5)
-    assert_equal(_outcome(alone), _outcome(partial(local.build, documents[1])))
+    assert_alike(alone, partial(local.build, documents[1]))
 
 
 def test_token_ids_of_built_sequences_have_the_positions_of_the_sequences(ask: Both) -> None:
@@ -381,13 +384,10 @@ ROTARIES = [
 @pytest.mark.parametrize("rotary", ROTARIES, ids=repr)
 @pytest.mark.parametrize("positions", [TABLE, torch.arange(60).reshape(2, 2, 15) - 9], ids=["table", "ids"])
 def test_cos_sin_tables_and_angles_match_local_calls(ask: Both, rotary: Rotary, positions: Any) -> None:
-    layouts: tuple[Any, ...] = ("pairs", "transformers", "torchtitan")
-    for layout in layouts:
-        call = lambda layout=layout: mmpos.rotary.cos_sin(rotary, positions, layout)  # noqa: E731
-        assert_equal(_outcome(lambda layout=layout: ask("cos_sin", rotary, positions, layout)), _outcome(call))  # type: ignore[misc]
-    assert_equal(
-        _outcome(lambda: ask("angles", rotary, positions)), _outcome(lambda: mmpos.rotary.angles(rotary, positions))
-    )
+    for layout in ("pairs", "transformers", "torchtitan"):
+        tables: Any = partial(mmpos.rotary.cos_sin, rotary, positions, layout)
+        assert_alike(partial(ask, "cos_sin", rotary, positions, layout), tables)
+    assert_alike(partial(ask, "angles", rotary, positions), partial(mmpos.rotary.angles, rotary, positions))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -401,10 +401,8 @@ def test_rotations_match_local_calls(ask: Both, dtype: torch.dtype) -> None:
     heads_first = q.movedim(0, 1)[None]
     want = apply_rotary(heads_first, None, TABLE, ROTARIES[1], layout="bhsd")
     assert_equal(ask("apply_rotary", heads_first, None, TABLE, ROTARIES[1], layout="bhsd"), want)
-    assert_equal(
-        _outcome(lambda: ask("apply_rotary", q[1:], k, TABLE, ROTARIES[0])),
-        _outcome(lambda: apply_rotary(q[1:], k, TABLE, ROTARIES[0])),
-    )
+    wrong = q[1:], k, TABLE, ROTARIES[0]
+    assert_alike(lambda: ask("apply_rotary", *wrong), lambda: apply_rotary(*wrong))
 
 
 def test_a_missing_rotation_is_taken_from_the_profile_or_refused(ask: Both) -> None:

@@ -13,8 +13,8 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -145,24 +145,33 @@ def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() ->
 
 
 @pytest.mark.slow
-def test_a_server_has_as_many_threads_as_the_page_says_before_and_after_calls(start: Start) -> None:
+def test_strangers_get_neither_more_threads_nor_more_memory_than_the_page_says(start: Start) -> None:
     (most,) = map(int, re.findall(r"starts at most (\d+) threads", DEPLOYING))
+    (total,) = re.findall(r"The sum is ([\d,]+) MiB", DEPLOYING)
+    (tasks,) = map(int, lines_of("mmpos.service", "TasksMax"))
     server = start("--metrics", f"127.0.0.1:{free_port()}")
+    process_folder = Path(f"/proc/{server.process.pid}")
 
     def threads() -> int:
-        return len(list(Path(f"/proc/{server.process.pid}/task").iterdir()))
+        return len(list((process_folder / "task").iterdir()))
+
+    def upload(number: int) -> None:
+        """Begin calls and streams whose messages lack their last byte."""
+        size = load().request_bytes
+        with suppress(ConnectionError), Connection(server.address, source=f"127.0.0.{number}") as connection:
+            for name in ("PositionService/Place", "PositionService/StreamPlace", "SequenceService/StreamBuild") * 3:
+                connection.send(connection.call(f"/mmpos.rpc.v1.{name}"), message(bytes(size - 100))[:-1], end=False)
 
     before = threads()
-    with ExitStack() as stack:
-        for _ in range(20):
+    with ExitStack() as stack, ThreadPoolExecutor(8) as uploads:
+        for _ in range(10):
             connection = stack.enter_context(Connection(server.address))
             for _ in range(16):
                 connection.call("/mmpos.rpc.v1.PositionService/Place")
-            connection.flush()
-        time.sleep(3)
-        assert threads() <= before + 2 <= most
-    (tasks,) = map(int, lines_of("mmpos.service", "TasksMax"))
-    assert most < tasks
+        list(uploads.map(upload, range(2, 18)))
+        assert threads() <= before + 2 <= most < tasks
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", (process_folder / "status").read_text())
+    assert 200 < int(peak) / 1024 < int(total.replace(",", ""))
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:

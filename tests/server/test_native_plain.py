@@ -2,83 +2,136 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from functions_called import functions_called
+from grpc import aio
 from hypothesis import given
 from message_strategies import for_each, messages, places
 from mutations import mutate
 
 from mmpos import Grid, SegmentTable, Text
-from mmpos.client import Decode, Dense, PositionsQuery
+from mmpos.client import Decode, Dense, InputIds, PositionsQuery
 from mmpos.positions.plan import forget_plans
 from mmpos.rpc.positions import put_query
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.segments.kinds import Audio, Segment
+from mmpos.segments.placeholders import Placeholders
 from mmpos.support import native
-from mmpos_server.app import Server
+from mmpos_server.arrivals import Arrivals
+from mmpos_server.call import Threads
 from mmpos_server.config import Limits, Profiles, ServerConfig, load
-from mmpos_server.endpoints import Answer
-from mmpos_server.methods import Method
+from mmpos_server.endpoints import Endpoint, Shared
+from mmpos_server.logs import Logs
+from mmpos_server.metrics import Metrics
 from mmpos_server.plain import PlainQueries
 from mmpos_server.services import methods
+from mmpos_server.streams import StreamEndpoint
 
 PROFILES = '[profiles.default]\n[profiles.video]\nscheme = "videorope"\n[profiles.rows]\nscheme = "rows"\n'
 CONFIG = ServerConfig.read(PROFILES)
 BATCH: list[list[Segment]] = [[Text(3), Grid(2, 3), Text(2), Grid(4, 4), Text(1)], [Text(300)], [Text(1), Audio(2)]]
 
-CONTEXT: Any = SimpleNamespace(
-    is_active=lambda: True,
-    cancel=lambda: None,
-    add_callback=lambda ended: ended() or True,
-    invocation_metadata=lambda: (("x-request-id", "1"),),
-    peer=lambda: "unix:",
-    auth_context=dict,
-    time_remaining=lambda: None,
-)
+
+@dataclass(frozen=True)
+class Failed(Exception):
+    """The status of a call that failed."""
+
+    code: object
+    message: str
+    metadata: object
 
 
-def by_messages(profiles: Profiles, limits: Limits) -> list[Method]:
-    """Return the method Place without its path for plain queries."""
-    place = methods(profiles, limits)[0]
-    assert place.twin is not None
-    return [replace(place, plain=None, twin=replace(place.twin, plain=None))]
+class Context:
+    """Context of a call or stream with these messages."""
+
+    def __init__(self, *messages: bytes) -> None:
+        self._messages = [*messages, aio.EOF]
+
+    async def read(self) -> Any:
+        return self._messages.pop(0)
+
+    async def abort(self, *status: Any) -> None:
+        raise Failed(*status)
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("x-request-id", "1"),)
+
+    def peer(self) -> str:
+        return "unix:"
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+
+class Way:
+    """Place and its stream without a transport, with or without the path for plain queries."""
+
+    def __init__(self, config: ServerConfig, limits: Limits, *, plain: bool) -> None:
+        method = methods(Profiles.from_config(config), limits)[0]
+        assert method.twin is not None
+        if not plain:
+            method = replace(method, plain=None, twin=replace(method.twin, plain=None))
+        self.metrics, self._threads, self._loop = Metrics(), Threads(), asyncio.new_event_loop()
+        shared = Shared(
+            limits, Arrivals(1.0), self._threads, self.metrics, Logs(io.TextIOWrapper(io.BytesIO()), sample=0)
+        )
+        self.place, self.stream = Endpoint(method, shared), StreamEndpoint(method, shared)
+
+    def answer(self, raw: bytes) -> bytes | Failed:
+        try:
+            return self._loop.run_until_complete(self.place.answer(None, Context(raw)))
+        except Failed as failed:
+            return failed
+
+    def answers(self, *items: bytes) -> list[bytes]:
+        async def collected() -> list[bytes]:
+            return [answer async for answer in self.stream.answers(None, Context(*items))]
+
+        return self._loop.run_until_complete(collected())
+
+    def stop(self) -> None:
+        self._threads.close()
+        self._loop.close()
 
 
 class Both:
-    """Two servers, the second of them without the path for plain queries."""
+    """Both ways, the second without the path for plain queries."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.servers = Server(config, methods=lambda *of: methods(*of)[:1]), Server(config, methods=by_messages)
-        self.plain = PlainQueries(Profiles.from_config(config), config.limits)
+    def __init__(self, config: ServerConfig, limits: Limits | None = None) -> None:
+        limits = limits or config.limits
+        self.ways = Way(config, limits, plain=True), Way(config, limits, plain=False)
+        self.plain = PlainQueries(Profiles.from_config(config), limits)
 
-    def answers(self, raw: bytes) -> Answer:
-        """Answer a request on both paths, and check that the answers are equal."""
-        result, wanted = (server.unary["Place"].answer(iter([raw]), CONTEXT) for server in self.servers)
+    def answers(self, raw: bytes) -> bytes | Failed:
+        """Answer a request in both ways, and check that the answers are equal."""
+        result, wanted = (way.answer(raw) for way in self.ways)
         assert result == wanted
         return result
 
     def counts(self) -> list[dict[str, float]]:
-        """Return the metrics of both servers, without timings."""
+        """Return the metrics of both ways, without timings and those of the process."""
         return [
             {
                 f"{sample.name}{sample.labels}": sample.value
-                for metric in server.metrics.registry.collect()
+                for metric in way.metrics.registry.collect()
                 for sample in metric.samples
-                if not ("stage_seconds" in sample.name or sample.name.endswith("_created"))
+                if sample.name.startswith("mmpos_")
+                and not ("_seconds" in sample.name or sample.name.endswith("_created"))
             }
-            for server in self.servers
+            for way in self.ways
         ]
 
     def stop(self) -> None:
-        for server in self.servers:
-            server.stop(0.0)
+        for way in self.ways:
+            way.stop()
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +175,11 @@ PLAIN: dict[str, bytes] = {
 def test_a_plain_query_gets_the_same_answer_on_both_paths(both: Both, raw: bytes) -> None:
     both.answers(raw)  # the first call registers the shapes
     answer = both.answers(raw)
-    assert answer.failed is None
+    assert isinstance(answer, bytes)
     result = both.plain.answer(raw)
     assert result is not None
-    positions = pb.PlaceResponse.FromString(answer.raw).positions
-    assert (result[0], *result[1:3]) == (answer.raw, len(positions.cu_seqlens) - 1, positions.cu_seqlens[-1])
+    positions = pb.PlaceResponse.FromString(answer).positions
+    assert (result[0], *result[1:3]) == (answer, len(positions.cu_seqlens) - 1, positions.cu_seqlens[-1])
     item = pb.StreamPlaceRequest(id=2**40, query=pb.PlaceRequest.FromString(raw).query).SerializeToString()
     served = both.plain.answer(item, item=True)
     assert served is not None
@@ -193,7 +246,7 @@ def test_other_and_invalid_queries_are_parsed_as_messages(both: Both, raw: bytes
 
 @pytest.mark.parametrize("size", range(len(PLAIN["ids"])))
 def test_a_truncated_query_is_parsed_as_a_message(both: Both, size: int) -> None:
-    assert both.answers(PLAIN["ids"][:size]).failed is not None
+    assert isinstance(both.answers(PLAIN["ids"][:size]), Failed)
 
 
 LIMITS = {"documents": 2, "segments": 4, "tokens": 20, "images": 1, "message_bytes": 1024, "response_bytes": 1024}
@@ -213,11 +266,11 @@ OVER: dict[str, tuple[bytes, str | None]] = {
 
 def test_errors_name_the_limit_that_a_value_exceeds() -> None:
     # The limits are set directly, since a settings file may not contain limits this small.
-    limited = Both(CONFIG.model_copy(update={"limits": Limits(**LIMITS)}))
+    limited = Both(CONFIG, Limits(**LIMITS))
     for name, (raw, limit) in OVER.items():
         limited.answers(raw)  # the first call registers the shapes
-        failed = limited.answers(raw).failed
-        assert (None if failed is None else failed.message.partition(":")[0]) == limit, name
+        answer = limited.answers(raw)
+        assert (answer.message.partition(":")[0] if isinstance(answer, Failed) else None) == limit, name
         assert (limited.plain.answer(raw) is None) == (limit is not None), name
     result, wanted = limited.counts()
     assert len(result) > 10
@@ -250,8 +303,7 @@ def test_mutated_bytes_get_the_same_answer_on_both_paths(both: Both) -> None:
 def test_stream_items_get_the_same_answers_on_both_paths(both: Both) -> None:
     requests = [pb.PlaceRequest.FromString(raw) for raw in (*PLAIN.values(), query([[Text(2)]], start=2**31 - 1))]
     items = [pb.StreamPlaceRequest(id=i, query=sent.query).SerializeToString() for i, sent in enumerate(requests)]
-    context: Any = SimpleNamespace(**{**vars(CONTEXT), "add_callback": lambda ended: True})
-    results, wanted = (list(server.streams["StreamPlace"].answers(iter(items), context)) for server in both.servers)
+    results, wanted = (way.answers(*items) for way in both.ways)
     assert results == wanted
     assert len(results) == len(items)
     assert both.counts()[0] == both.counts()[1]
@@ -292,6 +344,18 @@ def test_the_extension_declines_invalid_arguments() -> None:
     assert served("text", False, {}, most) is None
 
 
-def test_a_plain_call_runs_few_python_functions(both: Both) -> None:
-    place = both.servers[0].unary["Place"]
-    assert 15 < functions_called(lambda: place.answer(iter([PLAIN["a scheme"]]), CONTEXT)) <= 30
+IMAGE = InputIds([1, 5, 9, 9, 9, 9, 2, 3], Placeholders(image=9), [[1, 2, 2]])
+FEW: dict[str, tuple[PositionsQuery, int]] = {
+    "a plain query": (PositionsQuery(SegmentTable.from_documents(BATCH), "mrope-qwen3"), 25),
+    "a view": (PositionsQuery(SegmentTable.from_documents(BATCH), views=[Decode()]), 50),
+    "input_ids": (PositionsQuery(IMAGE), 60),
+}
+
+
+@pytest.mark.parametrize(("asked", "most"), FEW.values(), ids=FEW)
+def test_a_call_runs_few_python_functions(both: Both, asked: PositionsQuery, most: int) -> None:
+    request = pb.PlaceRequest()
+    put_query(request.query, asked)
+    raw, seen = request.SerializeToString(), both.ways[0]
+    assert isinstance(seen.answer(raw), bytes)
+    assert most / 2 < functions_called(lambda: seen.answer(raw)) <= most

@@ -197,7 +197,7 @@ def test_check_accepts_valid_settings_with_one_line(file: Path, capsys: pytest.C
         ),
         (["--config", "a", "--check", "b"], "--check: got --config too, want one settings file"),
         (["--metrics-port", "1"], "No such option: --metrics-port"),
-        (["--listen", "192.0.2.1:0"], "--listen: got 192.0.2.1:0 (Cannot assign requested address), want an address"),
+        (["--listen", "192.0.2.1:0"], "--listen: got 192.0.2.1:0 (Cannot assign requested address), want a free"),
         (["--listen", "nowhere.invalid:0"], "--listen: got nowhere.invalid:0 ("),
     ],
 )

@@ -239,7 +239,7 @@ def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(tm
     with running() as address:
         for workers in ("1", "2"):
             message = refused("--listen", address, "--workers", workers)
-            assert message == f"--listen: got {address} (Address already in use), want a free port (0 picks one)"
+            assert message == f"--listen: got {address} (Address already in use), want a free port of this machine (0 picks one)"
             flags = ["--listen", "127.0.0.1:0", "--workers", workers, "--config", str(tmp_path / "wrong.toml")]
             assert refused(*flags).startswith(f"{tmp_path}/wrong.toml: profiles.a.scheme: got 'x', want a Scheme or ")
 
@@ -268,7 +268,8 @@ def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing
     assert killed not in server.workers
     assert all(answered(server) for _ in range(12))
     assert eventually(lambda: metrics_of(page).get(counted) == 24)  # a dead worker's calls stay counted
-    server.process.terminate()
+    for pid in (*server.workers, server.process.pid):  # as a terminal does
+        os.kill(pid, signal.SIGINT)
     code, lines = server.end()
     assert code == 0
     assert [line["exit_code"] for line in lines if line["event"] == "worker died"] == [-9]

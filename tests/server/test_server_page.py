@@ -76,7 +76,7 @@ def test_slow_and_excess_connections_are_closed_and_start_no_thread(
             assert all(map(ended, connections))
         else:
             assert all(map(ended, connections[:28]))
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
         for connection in connections:
             connection.close()
         assert status(port, "/livez") == 200
@@ -87,7 +87,7 @@ def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
     port = other.getsockname()[1]
     with other, pytest.raises(InvalidInputError) as taken, shown(port):
         pass
-    want = "(Address already in use), want a free port (0 picks one)"
+    want = "(Address already in use), want a free port of this machine (0 picks one)"
     assert str(taken.value) == f"--metrics: got 127.0.0.1:{port} {want}"
     with pytest.raises(InvalidInputError, match=r"^--metrics: got nowhere\.invalid:0 \("), shown(0, "nowhere.invalid"):
         pass

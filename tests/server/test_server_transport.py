@@ -275,7 +275,8 @@ def test_health_is_answered_while_every_place_is_taken_and_calls_are_refused(ser
     server = serve()
     for places in (server.server.arrivals.messages, server.server.arrivals.streams, server.server.arrivals.work):
         places.add("other", places.limit)
-    server.server.arrivals.lag = 60.0
+    server.server._pulse._last = server.server._pulse._before = 61.0
+    assert eventually(lambda: server.server.arrivals.lag > 60.0)
     health = health_pb2_grpc.HealthStub(server.channel)
     assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
     status, details = ending(lambda: server.place(query("echo 1")))

@@ -63,7 +63,7 @@ def seen(registry: CollectorRegistry) -> dict[str, float]:
     }
 
 
-def expected(calls: int, servers: int = 1, *, running: int, lag: int) -> dict[str, float]:
+def expected(calls: int, servers: int = 1, *, running: int, lag: int) -> dict[str, Any]:
     return {
         "requests_total Place OK": calls,
         "requests_total Place INTERNAL": servers,

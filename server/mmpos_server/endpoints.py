@@ -149,7 +149,7 @@ class Shared:
         method: str,
         status: str,
         request_id: str,
-        context: Any,
+        peer: str,
         call: Call,
         error: Exception | None,
         failed: Failure | None,
@@ -164,7 +164,7 @@ class Shared:
             method=method,
             status=status,
             client=call.client,
-            peer=context.peer(),
+            peer=peer,
             request_id=request_id,
             milliseconds=round(1000 * (perf_counter() - call.began), 3),
             **sizes,
@@ -238,7 +238,7 @@ class Endpoint:
             self._metrics.end(status, call.stages, call.counts, **sizes)
             if status != "OK" or shared.logs.sampled():
                 request_id = shared.request_id(context) if failed is None else failed.request_id
-                shared.ended(method.name, status, request_id, context, call, cause, failed, **sizes)
+                shared.ended(method.name, status, request_id, context.peer(), call, cause, failed, **sizes)
 
     async def _parsed(self, raw: bytes, call: Call) -> bytes:
         """Parse a request, call the method, and serialize the answer."""

@@ -17,7 +17,7 @@ from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
 from mmpos_server.config import Limits, Profile, Profiles
-from mmpos_server.limits import check_message, check_segments, check_table, check_view, reply_bytes
+from mmpos_server.limits import check, check_message, check_segments, check_table, check_view, reply_bytes
 from mmpos_server.plain import SMALL_ANSWER, SMALL_BYTES, SMALL_SEGMENTS
 
 if TYPE_CHECKING:

@@ -44,7 +44,9 @@ class StreamEndpoint:
         """
         shared, arrivals = self._shared, self._shared.arrivals
         call, failed, cause = Call("", arrivals, shared.threads), None, None
-        status, entered, items, request_id = "CANCELLED", False, 0, shared.request_id(context)
+        status, entered, items = "CANCELLED", False, 0
+        # This comes first: after its call, a context cannot be asked.
+        request_id, peer = shared.request_id(context), context.peer()
         shared.metrics.streams.inc()
         shared.arrivals.running += 1
         try:
@@ -81,7 +83,7 @@ class StreamEndpoint:
             if entered:
                 arrivals.streams.leave(client)
             if status != "OK" or shared.logs.sampled():
-                shared.ended(self.name, status, request_id, context, call, cause, failed, items=items)
+                shared.ended(self.name, status, request_id, peer, call, cause, failed, items=items)
 
     async def _read(self, context: Any, stream: Call, request_id: str, answers: asyncio.Queue[Any]) -> None:
         """Read the items and answer them, large ones side by side; put the answers, an error, or None at the end."""

@@ -8,25 +8,22 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
 import pytest
 from grpc_calls import Stream, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serving import STREAM, KeptLogs, Serve, items, query
+from serving import PLACE, STREAM, KeptLogs, Serve, items, query
 from waiting import eventually
 
-from mmpos import SegmentTable, Text
-from mmpos.client import Client, PositionsQuery
-from mmpos.errors import LimitExceededError, ServiceError
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos_server import app, streams
+from mmpos_server import arrivals, pulse
+from mmpos_server.config import Limits, ServerConfig
 from mmpos_server.listening import Listen
-from mmpos_server.streams import ItemWindow
 
 NO_MESSAGE = "request: the bytes are not a protobuf message of this method"
-SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
 
 def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
@@ -40,12 +37,12 @@ def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
 # Requests and answers
 
 
-def test_a_valid_request_id_is_returned_and_any_other_is_replaced(serve: Serve) -> None:
+def test_a_valid_request_id_is_returned_with_a_failure_and_any_other_is_replaced(serve: Serve) -> None:
     ask, ids = serve().place, []
     for sent in ([("x-request-id", "a.b:1")], [("x-request-id", "two words")], [("x-request-id", "x" * 129)], []):
         answer, call = ask.with_call(query("echo 5"), metadata=sent)
-        assert answer == pb.PlaceResponse(positions=pb.Positions(cu_seqlens=[5]))
-        ids += [value for key, value in call.trailing_metadata() if key == "x-request-id"]
+        assert (answer.positions.cu_seqlens, call.trailing_metadata()) == ([5], ())
+        ids.append(refusal(partial(ask, b"", metadata=sent))[2]["x-request-id"])
     assert ids[0] == "a.b:1"
     assert all(re.fullmatch(r"[0-9a-f]{10}-[1-9]", request_id) for request_id in ids[1:])
     assert len(set(ids)) == 4
@@ -80,7 +77,7 @@ def test_the_documentation_lists_exactly_the_statuses_that_occur(serve: Serve, t
     gone = server.place.future(query("wait"))
     assert eventually(lambda: server.fake.names.count("wait") == 2)
     gone.cancel()
-    server.server._admission.ending = True
+    server.server.arrivals.draining = True
     results += [(gone.code().name, ""), ending(partial(server.place, query("echo")))]
     assert results[-1] == ("UNAVAILABLE", "the server is about to stop")
     assert server.metric("refused_total", method="Place", reason="stopping") == 1
@@ -89,8 +86,9 @@ def test_the_documentation_lists_exactly_the_statuses_that_occur(serve: Serve, t
     assert sorted({status for status, _ in results}) == sorted(re.findall(r"^\| ([A-Z_]+) \|", table, re.MULTILINE))
 
 
-def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> None:
-    server = serve(limits={"request_bytes": 2000, "response_bytes": 1024})
+def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerConfig, "limits", Limits(request_bytes=2000, response_bytes=1024))
+    server = serve(request_bytes=2000)
     assert refusal(lambda: server.place(query("echo " + "1" * 3000)))[0] == "RESOURCE_EXHAUSTED"
     assert server.fake.names == []
     status, details, metadata = refusal(lambda: server.place(query("large"), metadata=[("x-request-id", "me")]))
@@ -99,56 +97,42 @@ def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve) -> N
     assert server.place(query("nothing")).HasField("positions")  # set, but empty
 
 
-def test_a_message_beyond_the_transport_limit_is_not_an_overload(serve: Serve) -> None:
-    address = serve(limits={"request_bytes": 1024}).address
-    segments = SegmentTable.from_documents([[Text(1)] * 2000])
-    refused = r"^limits\.request_bytes: got 60\d\d, want at most 1024 in one request to this server$"
-    with Client(address) as client:
-        with pytest.raises(LimitExceededError, match=refused):
-            client.place(segments)
-        with pytest.raises(LimitExceededError, match=refused):
-            list(client.stream([PositionsQuery(segments)]))
+# Places
 
 
-# Slots
-
-
-@pytest.mark.parametrize(
-    ("limits", "pool", "message"),
-    [
-        ({"max_in_flight": 1}, "", "max_in_flight: got 1 of 1 in use"),
-        ({"max_in_flight": 4}, "image", "max_in_flight_images: got 1 of 1 in use"),
-        ({"max_in_flight_bytes": 1024}, "", "max_in_flight_bytes: got 8 of 1024 in use"),
-    ],
-)
-def test_calls_beyond_a_limit_are_counted_and_refused_with_a_hint(
-    serve: Serve, limits: dict[str, int], pool: str, message: str
-) -> None:
-    server = serve(concurrency=limits, clients={"max_share": 1})
-    more = query("echo " + "0" * 1020) if "bytes" in message else query(f"wait {pool}")
-    first = server.place.future(query(f"wait {pool}".strip()))
-    assert server.fake.begun.wait(60)
-    status, details, metadata = refusal(lambda: server.place(more))
+def test_calls_beyond_a_limit_are_counted_and_refused_with_a_hint(serve: Serve) -> None:
+    server = serve()
+    server.server.arrivals.work.add("other", 64)
+    status, details, metadata = refusal(lambda: server.place(query("wait image")))
+    message = "waiting_calls: got 0 in use by this client and 64 by all, want at most 32 and 64"
     assert (status, details) == ("RESOURCE_EXHAUSTED", message)
     assert metadata["grpc-retry-pushback-ms"] == "1000"
-    if pool == "image":  # calls without images are still answered
-        assert server.place(query("echo 1")).positions.cu_seqlens == [1]
-    server.fake.go.set()
-    assert first.result(60).positions.cu_seqlens == [1]
-    assert server.place(more).positions.cu_seqlens in ([0], [1])
-    assert server.metric("refused_total", method="Place", reason=message.partition(":")[0]) == 1
-    # The documented condition for the overload alert holds.
-    assert server.total("refused_total") > 0.05 * server.total("requests_total")
+    assert server.place(query("echo 1")).positions.cu_seqlens == [1]  # a call that needs no thread
+    assert server.metric("refused_total", method="Place", reason="waiting_calls") == 1
+    server.server.arrivals.work.leave("other", 64)
     assert eventually(lambda: not server.taken())
 
 
-def test_every_call_in_a_burst_below_the_limits_is_answered(serve: Serve) -> None:
-    server = serve(clients={"max_share": 1})
-    calls = [server.place.future(query("wait"), timeout=60) for _ in range(100)]  # on one connection, with 256 slots
-    assert eventually(lambda: len(server.fake.names) == 100)
-    assert server.place(query("echo 7"), timeout=60).positions.cu_seqlens == [7]
+@pytest.mark.parametrize("pool", ["", " work"])
+def test_every_call_in_a_burst_is_answered_and_keeps_no_other_connection_waiting(serve: Serve, pool: str) -> None:
+    server = serve()
+    calls = [server.place.future(query(f"wait{pool}"), timeout=60) for _ in range(30)]  # 16 at a time
+    assert eventually(lambda: len(server.fake.names) == 16)
+    with grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as other:
+        assert ending(partial(other.unary_unary(PLACE), query("echo 7"), timeout=60)) == ("OK", "")
     server.fake.go.set()
-    assert [call.code().name for call in calls] == ["OK"] * 100
+    assert [call.code().name for call in calls] == ["OK"] * 30
+
+
+def test_a_build_that_arrives_waits_for_its_place(serve: Serve) -> None:
+    server = serve(options={"methods": None})
+    server.server.arrivals.messages.add("other", 16)
+    build = server.channel.unary_unary("/mmpos.rpc.v1.SequenceService/Build").future(b"", timeout=60)
+    assert eventually(lambda: server.server.arrivals.messages.wanted)
+    server.server.arrivals.messages.leave("other")
+    assert build.code().name == "INVALID_ARGUMENT"
+    assert eventually(lambda: server.server.arrivals.messages.taken == 15)
+    server.server.arrivals.messages.leave("other", 15)
 
 
 # Deadlines and cancellation
@@ -172,7 +156,7 @@ def test_an_expired_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool
     assert server.fake.stopped.wait(60)
     assert eventually(lambda: not server.taken())
     statuses = [server.metric("requests_total", method="Place", status=name) for name in ("OK", "CANCELLED")]
-    assert statuses == [None, 1]
+    assert statuses == [None, 2]
 
 
 # Streams
@@ -203,50 +187,48 @@ def test_malformed_bytes_end_the_stream_after_the_answers_to_earlier_items(serve
     assert eventually(lambda: not server.taken())
 
 
-def test_a_stream_reads_no_further_ahead_than_its_window(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 3))
+def test_a_stream_reads_few_items_ahead(serve: Serve) -> None:
     server = serve(side_by_side=True)
-    call = server.stream(items("wait image", *["echo 1"] * 9))
-    assert eventually(lambda: len(server.fake.names) >= 3)
+    call = server.stream(items("wait image", *["echo 1"] * 19))
+    assert eventually(lambda: len(server.fake.names) >= 5)
     time.sleep(0.2)
-    assert len(server.fake.names) == 3
+    assert len(server.fake.names) == 6  # one is awaited, four wait behind it, and one has been read
     server.fake.go.set()
-    assert [answer.id for answer in call] == list(range(10))
+    assert [answer.id for answer in call] == list(range(20))
 
 
-def test_an_unread_stream_holds_few_answers_and_frees_its_thread_when_cancelled(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "ItemWindow", partial(ItemWindow, 16, 1024))
-    server = serve(concurrency={"max_streams": 1})
+def test_an_unread_stream_holds_few_answers_and_frees_its_place_when_cancelled(serve: Serve) -> None:
+    server = serve()
     for cancelled in (True, False):
         server.fake.names.clear()
         call = server.stream(items(*["large"] * 20))
         assert eventually(lambda: len(server.fake.names) >= 2)
         time.sleep(0.3)
-        assert 2 <= len(server.fake.names) <= 8  # and not sixteen, the size of the window
+        assert 2 <= len(server.fake.names) <= 8
         if cancelled:
             call.cancel()
             assert eventually(lambda: not server.taken())
-        else:  # read by the only thread for streams
+        else:
             assert sum(1 for _ in call) == 20
 
 
-def test_a_cancelled_stream_cancels_its_items_and_frees_its_slot(serve: Serve) -> None:
-    server = serve(concurrency={"max_streams": 1})
+def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) -> None:
+    server = serve()
+    server.server.arrivals.streams.add("other", 39)
     call = server.stream(items("wait image"))
     assert server.fake.begun.wait(60)
     status, details, metadata = refusal(lambda: next(server.stream(items("echo 1"))))
-    assert (status, details) == ("RESOURCE_EXHAUSTED", "max_streams: got 1 of 1 in use")
+    message = "streams: got 1 in use by this client and 40 by all, want at most 20 and 40"
+    assert (status, details) == ("RESOURCE_EXHAUSTED", message)
     assert metadata["grpc-retry-pushback-ms"] == "1000"
     call.cancel()
     assert server.fake.stopped.wait(60)
-    assert eventually(lambda: not server.taken() and server.metric("streams") == 0)
+    assert eventually(lambda: server.taken() == {"streams": 39} and server.metric("streams") == 0)
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
 
 
 def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(arrivals, "IDLE_SECONDS", 0.2)
     more = threading.Event()
 
     def some() -> Iterable[pb.StreamPlaceRequest]:
@@ -261,36 +243,41 @@ def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
 
 
-def test_a_client_waits_for_a_free_stream_slot(serve: Serve) -> None:
-    server = serve(concurrency={"max_streams": 1})
-    first = server.stream(items("wait"))
-    assert server.fake.begun.wait(60)
-    threading.Timer(0.2, server.fake.go.set).start()
-    with Client(server.address) as client, pytest.raises(ServiceError, match="got neither table nor dense"):
-        list(client.stream([PositionsQuery(SEGMENTS)]))  # this error proves that the server answered
-    assert len(list(first)) == 1
+# The calls to oneself, and the log
 
 
-# Background tasks and the log
+def test_a_failed_check_stops_no_later_one(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs, ran = KeptLogs(), [0]
 
-
-def test_a_failed_background_task_stops_no_other_task(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_TICK", 0.01)
-    logs, ran = KeptLogs("error"), [0]
-    server = serve(options={"logs": logs}).server
-
-    def broken() -> None:
+    def broken(_: object) -> None:
+        ran[0] += 1
         raise OSError("no thread")
 
-    def works() -> None:
-        ran[0] += 1
-
-    server._tasks[:] = [broken, works]
+    monkeypatch.setattr(arrivals.Arrivals, "check", broken)
+    serve(options={"logs": logs})
     assert eventually(lambda: ran[0] > 2)
-    assert server.live
     assert "no thread" in logs.lines()[0]["exception"]
-    monkeypatch.setattr(app, "_DEAD_SECONDS", 0.0)
-    assert not server.live
+
+
+def test_a_server_that_does_not_answer_its_own_calls_has_failed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_PERIOD_SECONDS", 0.01)
+    reasons = SimpleQueue[str]()
+    server = serve(options={"failed": reasons.put})
+    assert eventually(lambda: 0.0 < server.server._pulse.lag < 60.0)
+    monkeypatch.setattr(pulse, "_CHECK", "/nothing")
+    monkeypatch.setattr(pulse, "_TIMEOUT_SECONDS", 0.0)
+    assert reasons.get(timeout=60) == "3 calls to itself failed, the last with DEADLINE_EXCEEDED"
+
+
+def test_the_lag_is_what_two_calls_in_a_row_took() -> None:
+    beat = pulse.Pulse(print)
+    beat._before, beat._last = 9.0, 0.1
+    assert beat.lag == 0.1
+    beat._before, beat._last = 0.1, 9.0
+    assert beat.lag == 0.1
+    beat._began = -1e9  # a call that is still running
+    assert beat.lag == 9.0
+    beat.stop()
 
 
 def test_log_lines_are_json_and_only_internal_errors_have_tracebacks(serve: Serve) -> None:
@@ -304,13 +291,17 @@ def test_log_lines_are_json_and_only_internal_errors_have_tracebacks(serve: Serv
     time.sleep(0.1)  # a call is logged after its answer is sent
     lines = logs.lines()
     varying = ("timestamp", "milliseconds", "peer", "exception")
-    base = {"event": "request", "request_id": "me", "method": "Place", "level": "info", "client": "127.0.0.1"}
+    base = {"event": "call", "request_id": "me", "method": "Place", "client": "127.0.0.1"}
+    answered, failed = {"level": "info", "sampled": 1}, {"level": "warning", "reason": "", "response_bytes": 0}
     assert [{key: value for key, value in line.items() if key not in varying} for line in lines] == [
-        {**base, "status": "OK", "request_bytes": 10, "response_bytes": 5, "documents": 1, "tokens": 2, "images": 3},
+        {**base, **answered, "status": "OK", "request_bytes": 10, "response_bytes": 5}
+        | {"documents": 1, "tokens": 2, "images": 3},
         {"event": "internal error", "request_id": "me", "method": "Place", "level": "error"},
-        {**base, "status": "INTERNAL", "request_bytes": 12, "response_bytes": 0},
-        {**base, "status": "INVALID_ARGUMENT", "request_bytes": 0, "response_bytes": 0},
-        {**base, "event": "stream", "method": "StreamPlace", "status": "OK", "items": 1},
+        {**base, **failed, "status": "INTERNAL", "request_bytes": 12}
+        | {"message": "internal error, request me", "profile": "fail bug"},
+        {**base, **failed, "status": "INVALID_ARGUMENT", "request_bytes": 0}
+        | {"message": "query: got none, want a PositionsQuery"},
+        {**base, **answered, "method": "StreamPlace", "status": "OK", "items": 1},
     ]
     assert ["exception" in line for line in lines] == [False, True, False, False, False]
     assert "KeyError" in lines[1]["exception"]

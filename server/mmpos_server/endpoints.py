@@ -221,7 +221,10 @@ class Endpoint:
                 shared.arrivals.send(context, client, len(answer))
             status = "OK"
             return answer
-        except GoneError:
+        except (asyncio.CancelledError, GoneError):
+            remaining = context.time_remaining()
+            if remaining is not None and remaining < 0.1:  # the client ends a call at the deadline, too
+                status = "DEADLINE_EXCEEDED"
             raise asyncio.CancelledError from None
         except Exception as error:
             cause, failed = error, shared.failed(error, shared.request_id(context), method.name)

@@ -248,7 +248,7 @@ def put_table(
     message.table = table.astype("<i8", copy=False).tobytes()
     message.documents = documents.astype("<i8", copy=False).tobytes()
     message.num_tokens = num_tokens
-    message.axes = positions.axes
+    message.axes = (len(table) - AXES) // 4
     message.fractional = positions.fractional
     message.scheme = positions.scheme
 

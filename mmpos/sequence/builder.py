@@ -306,7 +306,8 @@ class SequenceBuilder:
         """Encode the texts of a document and decode its images, except those ``ahead``, by index; see ``build``."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        contents, images = Contents(self.marker_ids), []
+        markers, images = self.marker_ids, []
+        contents = Contents(markers.margins, markers.audio_margins, markers.row is not None)
         for n, (index, name, part) in enumerate(plain_parts(parts)):
             if index == len(contents.part_offsets):
                 contents.part_offsets.append(contents.tokens)
@@ -572,24 +573,22 @@ class PlacedDocuments(NamedTuple):
     positions: PositionTable
 
 
+@dataclass(slots=True)
 class Contents:
-    """Contents of a document that is not placed yet, as its sequence will have them: margins, offsets, grids, spans.
+    """Contents of a document that is not placed yet, as its sequence will have them: margins, offsets, grids, spans."""
 
-    Args:
-        markers: ids of the tokens around and inside images and audio.
-    """
-
-    def __init__(self, markers: MarkerIds) -> None:
-        self.image_margins, self.audio_margins = markers.margins, markers.audio_margins
-        self.row_separator = markers.row is not None
-        self.pieces: list[IntArray | Grid | Audio | Clip] = []  # plain parts: token ids of text, and segments
-        self.segments: list[Segment] = []  # text including markers, grids, audio and clips
-        self.part_offsets: list[int] = []
-        self.grid_thw: list[tuple[int, int, int]] = []
-        self.image_spans: list[tuple[int, int]] = []
-        self.image_hashes: list[str | None] = []
-        self.patches: Array | None = None
-        self.text = self.tokens = 0  # number of text tokens since the last segment, and of all tokens
+    image_margins: tuple[int, int]
+    audio_margins: tuple[int, int]
+    row_separator: bool
+    pieces: list[IntArray | Grid | Audio | Clip] = field(default_factory=list)  # plain parts: token ids and segments
+    segments: list[Segment] = field(default_factory=list)  # text including markers, grids, audio and clips
+    part_offsets: list[int] = field(default_factory=list)
+    grid_thw: list[tuple[int, int, int]] = field(default_factory=list)
+    image_spans: list[tuple[int, int]] = field(default_factory=list)
+    image_hashes: list[str | None] = field(default_factory=list)
+    patches: Array | None = None
+    text: int = 0  # number of text tokens since the last segment
+    tokens: int = 0
 
     def add_segment(self, segment: Grid | Audio | Clip, content_hash: str | None = None) -> None:
         """Add a segment with its markers; the segment of a clip already includes its own."""

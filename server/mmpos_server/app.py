@@ -1,4 +1,4 @@
-"""Run the server on grpc's asyncio transport, from start to drain, with health checks and reflection on the same port."""
+"""Run the server on grpc's asyncio transport, from start to drain, with health checks and reflection on its port."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ _REFRESH_TICKS = 10
 """Number of checks of messages for each check of the token and certificate files."""
 
 _NOTICE_SECONDS, _REFUSE_SECONDS = 0.5, 0.05
-"""Seconds for which a server that stops still answers new calls, and then refuses those that gRPC has received: it would
-cancel them.
-"""
+"""Seconds for which a server that stops answers new calls, and then refuses those that gRPC has received."""
 
 
 class Server:
@@ -201,7 +199,7 @@ class _Handlers(grpc.GenericRpcHandler):
         self._handlers[f"/{HEALTH}/Watch"] = stream(introspection.watch)
         for name in REFLECTION:
             self._handlers[f"/{name}/ServerReflectionInfo"] = stream(introspection.reflect)
-        self._unknown = unary(introspection.unknown)
+        self._unknown: Any = unary(introspection.unknown)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """Return the handler of a method, or one that refuses the call."""

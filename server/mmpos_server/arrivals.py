@@ -1,4 +1,4 @@
-"""Own what happens before and after a call's work: arriving messages, large messages, streams, unread answers, overload.
+"""Own what happens before and after a call's work: arriving and large messages, streams, unread answers, overload.
 
 All functions run on the event loop, except where they say otherwise.
 """
@@ -25,7 +25,7 @@ from mmpos.errors import (
     ServiceUnavailableError,
 )
 
-__all__ = ["LARGE_BYTES", "Arrivals", "Places"]
+__all__ = ["LARGE_BYTES", "Arrivals", "Places", "StreamEndedError"]
 
 LARGE_BYTES = 2**18
 """Size in bytes above which a request needs a place, and an answer counts until the client has read it."""
@@ -49,6 +49,10 @@ LATE_SECONDS, TURN_SECONDS, RECEIVE_SECONDS, IDLE_SECONDS, SEND_SECONDS = 0.3, 5
 """Seconds until a message that has not arrived needs a place, until it must make room for one that waits, and until it
 is given up; seconds until an idle stream ends, and until an answer must be read.
 """
+
+
+class StreamEndedError(Exception):
+    """A stream has no further item."""
 
 
 class Places:
@@ -224,8 +228,8 @@ class Arrivals:
 
     async def message(
         self, context: Any, client: str, *, placed: bool = False, item: bool = False, first: bool = True
-    ) -> bytes | None:
-        """Wait for the next message of a call; return None after the last one.
+    ) -> bytes:
+        """Wait for the only message of a call, or for the next item of a stream.
 
         Args:
             context: context of the call.
@@ -235,11 +239,14 @@ class Arrivals:
             first: whether it is the first message; between later ones, a stream may be idle.
 
         Raises:
+            InvalidInputError: the call has no message.
+            StreamEndedError: the stream has no further item.
             ServiceOverloadedError: the message is late, and no place is free for it.
             ServiceTimeoutError: the message did not arrive in time.
             ServiceUnavailableError: the stream was idle for too long, or the server is about to stop.
         """
-        task = _current()
+        task = asyncio.current_task()
+        assert task is not None
         seconds = RECEIVE_SECONDS if first else IDLE_SECONDS
         message = self._arriving[task] = _Message(client, seconds, placed or item, item)
         try:
@@ -253,19 +260,9 @@ class Arrivals:
             del self._arriving[task]
             if message.placed and not placed and not item:
                 self.messages.leave(client)
-        return None if raw is aio.EOF else raw
-
-    async def request(self, context: Any, client: str, *, placed: bool = False) -> bytes:
-        """Wait for the only message of a call.
-
-        Raises:
-            InvalidInputError: the call has no message.
-            ServiceOverloadedError, ServiceTimeoutError: see ``message``.
-        """
-        raw = await self.message(context, client, placed=placed)
-        if raw is None:
-            raise InvalidInputError("request: got no message, want one")
-        return raw
+        if raw is not aio.EOF:
+            return raw
+        raise StreamEndedError if item else InvalidInputError("request: got no message, want one")
 
     def send(self, context: Any, client: str, size: int) -> None:
         """Count the answer of the current task, in which grpc sends it, until the client has read it.

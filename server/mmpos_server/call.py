@@ -53,21 +53,6 @@ def _started(size: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
-class _Stage:
-    """Context manager that times a stage of a call; written as a generator, it would take three times as long."""
-
-    __slots__ = ("_began", "_name", "_stages")
-
-    def __init__(self, name: str, stages: list[tuple[str, float]]) -> None:
-        self._name, self._stages = name, stages
-
-    def __enter__(self) -> None:
-        self._began = perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self._stages.append((self._name, perf_counter() - self._began))  # append is atomic
-
-
 class Call:
     """One request, or one item of a stream. Threads may use its stages, counts and checkpoints.
 
@@ -80,9 +65,9 @@ class Call:
 
     __slots__ = (
         "_arrivals",
-        "_began",
         "_threads",
         "answer_bytes",
+        "began",
         "beside",
         "client",
         "counts",
@@ -96,19 +81,14 @@ class Call:
     def __init__(self, client: str, arrivals: Arrivals, threads: Threads, *, item: bool = False) -> None:
         self.client, self.item = client, item
         self.stages: list[tuple[str, float]] = []
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, int] = {}  # documents, tokens and images of the answer
         self.request: object = None  # the parsed request, for the log of a failure
         self.beside = Beside()  # the large tensors of the request and the answer
         self.request_bytes = 0  # size of its message
         self.answer_bytes = 0.0  # size of the answer's tensors, as far as known before they exist
         self.gone = False  # whether the client no longer waits for the answer
         self._arrivals, self._threads = arrivals, threads
-        self._began = perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the call arrived."""
-        return perf_counter() - self._began
+        self.began = perf_counter()
 
     def checkpoint(self) -> None:
         """Raise an error if the client is no longer waiting for the answer.
@@ -119,15 +99,9 @@ class Call:
         if self.gone:
             raise GoneError
 
-    def stage(self, name: str) -> _Stage:
-        """Return a context manager that times a stage of the call."""
-        return _Stage(name, self.stages)
-
-    def count(self, *, documents: int = 0, tokens: int = 0, images: int = 0) -> None:
-        """Add to the counts of the answer."""
-        for name, number in (("documents", documents), ("tokens", tokens), ("images", images)):
-            if number:
-                self.counts[name] = self.counts.get(name, 0) + number
+    def staged(self, name: str, began: float) -> None:
+        """Record a stage of the call that began at this time of ``perf_counter`` and ends now."""
+        self.stages.append((name, perf_counter() - began))  # append is atomic
 
     def plain(self, answering: Answering, raw: bytes) -> bytes | None:
         """Return the answer to a plain request from ``answering``, or None if the request must be parsed."""

@@ -119,7 +119,7 @@ class Shared:
         if not bulky:
             check("message_bytes", len(marked), limits)
         message = kind.FromString(marked)
-        call.stages.append(("decode", perf_counter() - began))
+        call.staged("decode", began)
         return message
 
     def encode(self, response: Message, call: Call) -> bytes:
@@ -131,7 +131,7 @@ class Shared:
         call.checkpoint()
         began = perf_counter()
         raw = call.beside.serialize(response)
-        call.stages.append(("encode", perf_counter() - began))
+        call.staged("encode", began)
         check("response_bytes", len(raw), self.limits)
         return raw
 
@@ -166,7 +166,7 @@ class Shared:
             client=call.client,
             peer=context.peer(),
             request_id=request_id,
-            milliseconds=round(1000 * call.seconds, 3),
+            milliseconds=round(1000 * (perf_counter() - call.began), 3),
             **sizes,
             **call.counts,
             **why,
@@ -211,7 +211,7 @@ class Endpoint:
             if method.large:
                 await shared.arrivals.messages.wait(client)
                 placed = True
-            raw = await shared.arrivals.request(context, client, placed=placed)
+            raw = await shared.arrivals.message(context, client, placed=placed)
             if len(raw) > LARGE_BYTES and not placed:
                 shared.arrivals.messages.take(client)
                 placed = True
@@ -234,7 +234,7 @@ class Endpoint:
             if placed:
                 shared.arrivals.messages.leave(client)
             sizes = {"request_bytes": len(raw), "response_bytes": len(answer)}
-            call.stages.append(("total", call.seconds))
+            call.staged("total", call.began)
             self._metrics.end(status, call.stages, call.counts, **sizes)
             if status != "OK" or shared.logs.sampled():
                 request_id = shared.request_id(context) if failed is None else failed.request_id

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from mmpos.errors import MmposError, UnsupportedError
+from mmpos_server.arrivals import StreamEndedError
 from mmpos_server.health import Health, describe
 from mmpos_server.methods import refused_by
 
@@ -35,7 +36,7 @@ class Introspection:
         """Answer a health check."""
         shared = self._shared
         try:
-            raw = await shared.arrivals.request(context, shared.client(context, open_to_all=True))
+            raw = await shared.arrivals.message(context, shared.client(context, open_to_all=True))
             return self._health.check(raw)
         except (MmposError, DecodeError) as error:
             return await self._abort(error, context, "Check")
@@ -70,11 +71,14 @@ class Introspection:
             caller = shared.client(context, open_to_all=open_to_all)
             arrivals.watches.take(caller)
             client, first = caller, True
-            while (raw := await arrivals.message(context, caller, item=True, first=first)) is not None:
+            while True:
+                raw = await arrivals.message(context, caller, item=True, first=first)
                 first = False
                 async for answer in answers(raw):
                     with arrivals.sending(context, caller, len(answer)):
                         yield answer
+        except StreamEndedError:
+            return
         except (MmposError, DecodeError) as error:
             await self._abort(error, context, method)
         finally:

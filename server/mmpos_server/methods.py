@@ -38,7 +38,6 @@ __all__ = [
     "Plain",
     "Run",
     "Twin",
-    "answering",
     "failure",
     "public",
     "queried",
@@ -115,7 +114,9 @@ def queried(run: Run, field: str) -> Run:
     """Turn a function of a query and a field of the response into a function of the request and the response."""
 
     async def run_request(request: Message, response: Message, call: Call) -> None:
-        await run(required("", request, "query"), answering(response, field), call)
+        answer = getattr(response, field)
+        answer.SetInParent()  # an empty answer is present, too
+        await run(required("", request, "query"), answer, call)
 
     return run_request
 
@@ -150,13 +151,6 @@ def streamed(
         put_error(response.error, error)
 
     return Twin(name, request, response, item, refuse, side_by_side)
-
-
-def answering(response: Message, field: str) -> Message:
-    """Mark a field of a response as present even if it stays empty, and return the field."""
-    target: Message = getattr(response, field)
-    target.SetInParent()
-    return target
 
 
 class NotFoundError(InvalidInputError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,13 +17,13 @@ from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
 from mmpos_server.config import Limits, Profile, Profiles
-from mmpos_server.limits import check_answer, check_message, check_segments, check_table, check_view, reply_bytes
+from mmpos_server.limits import check_message, check_segments, check_table, check_view, reply_bytes
 from mmpos_server.plain import SMALL_ANSWER, SMALL_BYTES, SMALL_SEGMENTS
 
 if TYPE_CHECKING:
     from mmpos_server.call import Call
 
-__all__ = ["PositionService", "is_small", "max_segments"]
+__all__ = ["PositionService", "max_segments"]
 
 
 class PositionService:
@@ -38,55 +39,53 @@ class PositionService:
 
     async def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
         """Answer Place with the positions of a batch of documents; larger work runs in a thread."""
-
-        def finish(query: PositionsQuery) -> None:
-            put(query, *self._solve(query, call))
-
-        def put(query: PositionsQuery, positions: PositionTable, images: int) -> None:
-            call.checkpoint()
-            with call.stage("write"):
-                check_answer(reply_bytes(positions, query.dense), self._limits, call)
-                put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
-            call.count(documents=positions.num_documents, tokens=positions.num_tokens, images=images)
-
-        if not is_small(call):
-            return await call.run("work", lambda: finish(self._read(message, call)))
+        if call.request_bytes > SMALL_BYTES:
+            return await call.run("work", lambda: self._finish(self._read(message, call), answer, call))
         query = self._read(message, call)
         if max_segments(query) > SMALL_SEGMENTS:
-            return await call.run("work", finish, query)
-        positions, images = self._solve(query, call)
+            return await call.run("work", self._finish, query, answer, call)
+        positions = self._solve(query, call)
         if query.dense is None or reply_bytes(positions, query.dense) <= SMALL_ANSWER:
-            return put(query, positions, images)
-        return await call.run("work", put, query, positions, images)
+            return self._write(query, positions, answer, call)
+        return await call.run("work", self._write, query, positions, answer, call)
+
+    def _finish(self, query: PositionsQuery, answer: pb.Positions, call: Call) -> None:
+        self._write(query, self._solve(query, call), answer, call)
 
     def _read(self, message: pb.PositionsQuery, call: Call) -> PositionsQuery:
-        with call.stage("read"):
-            check_message(message, self._limits)
-            profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            query = get_query("query", message, call.beside, self._profiles.schemes, profile.builder.scheme)
-            if isinstance(query.source, InputIds) and message.HasField("profile"):
-                return replace(query, source=_complete(query.source, profile))
-            return query
+        began = perf_counter()
+        check_message(message, self._limits)
+        profile = self._profiles.get(message.profile if message.HasField("profile") else None)
+        query = get_query("query", message, call.beside, self._profiles.schemes, profile.builder.scheme)
+        if isinstance(query.source, InputIds) and message.HasField("profile"):
+            return replace(query, source=_complete(query.source, profile))
+        call.staged("read", began)
+        return query
 
-    def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionTable, int]:
-        """Return the position table of a query and its number of images; check the limits before each step."""
-        with call.stage("place"):
-            segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
-            images = check_segments(segments, self._limits)
+    def _solve(self, query: PositionsQuery, call: Call) -> PositionTable:
+        """Return the position table of a query; check the limits before each step."""
+        began = perf_counter()
+        segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
+        call.counts = {"images": check_segments(segments, self._limits)}
+        call.checkpoint()
+        positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)
+        check_table(positions, self._limits)
+        for view in query.views:
+            check_view(view, positions, self._limits)
             call.checkpoint()
-            positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)
+            positions = view.view(positions)
             check_table(positions, self._limits)
-            for view in query.views:
-                check_view(view, positions, self._limits)
-                call.checkpoint()
-                positions = view.view(positions)
-                check_table(positions, self._limits)
-        return positions, images
+        call.staged("place", began)
+        return positions
 
-
-def is_small(call: Call) -> bool:
-    """Return whether a call's request is small enough to be read on the event loop."""
-    return call.request_bytes <= SMALL_BYTES
+    def _write(self, query: PositionsQuery, positions: PositionTable, answer: pb.Positions, call: Call) -> None:
+        call.checkpoint()
+        began = perf_counter()
+        call.answer_bytes = size = reply_bytes(positions, query.dense)
+        check("response_bytes", size, self._limits)
+        put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
+        call.counts |= {"documents": positions.documents.shape[1], "tokens": positions.num_tokens}
+        call.staged("write", began)
 
 
 def _complete(source: InputIds, profile: Profile) -> InputIds:

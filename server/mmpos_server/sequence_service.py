@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,8 +25,7 @@ from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.builder import Contents, PlacedDocuments, SequenceBuilder, is_ids
 from mmpos_server.config import Limits, Profiles
 from mmpos_server.limits import check, check_answer
-from mmpos_server.plain import SMALL_ANSWER
-from mmpos_server.position_service import is_small
+from mmpos_server.plain import SMALL_ANSWER, SMALL_BYTES
 
 if TYPE_CHECKING:
     from mmpos_server.call import Call, PoolName
@@ -77,13 +77,15 @@ class SequenceService:
         builder = self._builder(message)
 
         def finish() -> None:
-            with call.stage("build"):
-                self._encode(builder, documents, call)
-                placed = self._place(builder, documents)
-            with call.stage("write"):
-                self._write(placed, documents, answer, call)
+            began = perf_counter()
+            self._encode(builder, documents, call)
+            placed = self._place(builder, documents)
+            call.staged("build", began)
+            began = perf_counter()
+            self._write(placed, documents, answer, call)
+            call.staged("write", began)
 
-        if is_small(call):
+        if call.request_bytes <= SMALL_BYTES:
             documents = self._read(message, builder, call)
         else:
             documents = await call.run("work", self._read, message, builder, call)
@@ -94,7 +96,7 @@ class SequenceService:
         pools = [pool for pool, pending in decoded.items() if pending]
         for pool in pools:
             await call.map(pool, self._build, [(builder, [document], call) for document in decoded[pool]])
-        if is_small(call) and (pools or call.answer_bytes <= SMALL_ANSWER):
+        if call.request_bytes <= SMALL_BYTES and (pools or call.answer_bytes <= SMALL_ANSWER):
             finish()
         else:
             await call.run("work", finish)
@@ -109,24 +111,26 @@ class SequenceService:
 
     def _read(self, message: pb.SequencesQuery, builder: SequenceBuilder, call: Call) -> list[_Document]:
         """Read the documents and check their sizes against the limits before any is built."""
-        with call.stage("read"):
-            check("documents", len(message.documents), self._limits)
-            documents = [_read(document, call) for document in message.documents]
-            check("segments", sum(len(document.parts) for document in documents), self._limits)
-            check("images", sum(document.images for document in documents), self._limits)
-            size = _Size()
-            for document in documents:
-                call.checkpoint()
-                size.add(document, builder, call, patches=message.patches)
-            check("pixels", size.pixels, self._limits)
-            check("tokens", size.tokens, self._limits)
-            check_answer(4 * size.tokens + size.patch_bytes, self._limits, call)
-            check("segments", size.frames, self._limits)
-            return documents
+        began = perf_counter()
+        check("documents", len(message.documents), self._limits)
+        documents = [_read(document, call) for document in message.documents]
+        check("segments", sum(len(document.parts) for document in documents), self._limits)
+        check("images", sum(document.images for document in documents), self._limits)
+        size = _Size()
+        for document in documents:
+            call.checkpoint()
+            size.add(document, builder, call, patches=message.patches)
+        check("pixels", size.pixels, self._limits)
+        check("tokens", size.tokens, self._limits)
+        check_answer(4 * size.tokens + size.patch_bytes, self._limits, call)
+        check("segments", size.frames, self._limits)
+        call.staged("read", began)
+        return documents
 
     def _build(self, builder: SequenceBuilder, documents: list[_Document], call: Call) -> None:
-        with call.stage("build"):
-            self._encode(builder, documents, call)
+        began = perf_counter()
+        self._encode(builder, documents, call)
+        call.staged("build", began)
 
     def _encode(self, builder: SequenceBuilder, documents: list[_Document], call: Call) -> None:
         """Encode the texts and decode the images of the documents for which this is still to do."""
@@ -175,9 +179,11 @@ class SequenceService:
         for together, tables in placed:
             call.checkpoint()
             put_sequences(list(islice(empty, len(together))), together, tables, call.beside)
-            images = sum(len(contents.grid_thw) for contents in together)
-            call.count(tokens=tables.input_ids.size, images=images)
-        call.count(documents=len(documents))
+        call.counts = {
+            "documents": len(documents),
+            "tokens": sum(tables.input_ids.size for _, tables in placed),
+            "images": sum(len(contents.grid_thw) for together, _ in placed for contents in together),
+        }
 
 
 class _CheckedParts(list[Any]):

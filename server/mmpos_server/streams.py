@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from mmpos_server.arrivals import StreamEndedError
 from mmpos_server.call import Call, GoneError
 from mmpos_server.methods import failure, public
 from mmpos_server.metrics import MethodMetrics
@@ -89,11 +90,11 @@ class StreamEndpoint:
             for number in count(1):
                 await arrivals.room(stream.client)
                 raw = await arrivals.message(context, stream.client, item=True, first=number == 1)
-                if raw is None:
-                    return await answers.put(None)
                 call = Call(stream.client, arrivals, self._shared.threads, item=True)
                 answer = self._item(raw, call, f"{request_id}.{number}")
                 await answers.put(asyncio.create_task(answer) if self._twin.side_by_side else await answer)
+        except StreamEndedError:
+            await answers.put(None)
         except Exception as error:
             await answers.put(error)
 
@@ -116,7 +117,7 @@ class StreamEndpoint:
             raise
         finally:
             call.gone = True
-            call.stages.append(("total", call.seconds))
+            call.staged("total", call.began)
             self._metrics.end(status, call.stages, call.counts, request_bytes=len(raw), response_bytes=len(answer))
 
     async def _outcome(self, raw: bytes, call: Call, request_id: str) -> tuple[bytes, str]:

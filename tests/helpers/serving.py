@@ -51,7 +51,7 @@ class Fake:
     async def echo(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Answer with a number."""
         answer.cu_seqlens.append(int(rest or 0))
-        call.count(documents=1, tokens=2, images=3)
+        call.counts = {"documents": 1, "tokens": 2, "images": 3}
 
     async def nothing(self, rest: str, answer: pb.Positions, call: Call) -> None:
         """Answer without setting any field."""

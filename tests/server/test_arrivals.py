@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mmpos.errors import InvalidInputError, MmposError, ServiceOverloadedError
 from mmpos_server import arrivals as module
-from mmpos_server.arrivals import Arrivals, Places
+from mmpos_server.arrivals import Arrivals, Places, StreamEndedError
 from mmpos_server.call import Call, GoneError, Threads
 
 T = TypeVar("T")
@@ -192,10 +192,11 @@ def test_a_missing_message_is_refused_and_a_stream_ends() -> None:
         arrivals, context = Arrivals(1.0), Context()
         for message in (b"a", aio.EOF, aio.EOF):
             context.messages.put_nowait(message)
-        assert await arrivals.request(context, "a") == b"a"
+        assert await arrivals.message(context, "a") == b"a"
         with pytest.raises(InvalidInputError, match=r"^request: got no message, want one$"):
-            await arrivals.request(context, "a")
-        assert await arrivals.message(context, "a", item=True) is None
+            await arrivals.message(context, "a")
+        with pytest.raises(StreamEndedError):
+            await arrivals.message(context, "a", item=True)
 
     run(scenario())
 
@@ -421,12 +422,3 @@ def test_calls_that_wait_for_threads_are_limited_but_items_of_streams_wait() -> 
         threads.close()
 
     run(scenario())
-
-
-def test_a_call_counts_its_answer() -> None:
-    threads = Threads()
-    call = Call("a", Arrivals(1.0), threads)
-    call.count(documents=1, tokens=2)
-    call.count(documents=1, images=0)
-    assert call.counts == {"documents": 2, "tokens": 2}
-    threads.close()

@@ -41,7 +41,7 @@ BATCH: list[list[Segment]] = [[Text(3), Grid(2, 3), Text(2), Grid(4, 4), Text(1)
 
 
 @dataclass(frozen=True)
-class Failed(Exception):
+class FailedError(Exception):
     """The status of a call that failed."""
 
     code: object
@@ -59,7 +59,7 @@ class Context:
         return self._messages.pop(0)
 
     async def abort(self, *status: Any) -> None:
-        raise Failed(*status)
+        raise FailedError(*status)
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return (("x-request-id", "1"),)
@@ -85,10 +85,10 @@ class Way:
         )
         self.place, self.stream = Endpoint(method, shared), StreamEndpoint(method, shared)
 
-    def answer(self, raw: bytes) -> bytes | Failed:
+    def answer(self, raw: bytes) -> bytes | FailedError:
         try:
             return self._loop.run_until_complete(self.place.answer(None, Context(raw)))
-        except Failed as failed:
+        except FailedError as failed:
             return failed
 
     def answers(self, *items: bytes) -> list[bytes]:
@@ -110,7 +110,7 @@ class Both:
         self.ways = Way(config, limits, plain=True), Way(config, limits, plain=False)
         self.plain = PlainQueries(Profiles.from_config(config), limits)
 
-    def answers(self, raw: bytes) -> bytes | Failed:
+    def answers(self, raw: bytes) -> bytes | FailedError:
         """Answer a request in both ways, and check that the answers are equal."""
         result, wanted = (way.answer(raw) for way in self.ways)
         assert result == wanted
@@ -246,7 +246,7 @@ def test_other_and_invalid_queries_are_parsed_as_messages(both: Both, raw: bytes
 
 @pytest.mark.parametrize("size", range(len(PLAIN["ids"])))
 def test_a_truncated_query_is_parsed_as_a_message(both: Both, size: int) -> None:
-    assert isinstance(both.answers(PLAIN["ids"][:size]), Failed)
+    assert isinstance(both.answers(PLAIN["ids"][:size]), FailedError)
 
 
 LIMITS = {"documents": 2, "segments": 4, "tokens": 20, "images": 1, "message_bytes": 1024, "response_bytes": 1024}
@@ -270,7 +270,7 @@ def test_errors_name_the_limit_that_a_value_exceeds() -> None:
     for name, (raw, limit) in OVER.items():
         limited.answers(raw)  # the first call registers the shapes
         answer = limited.answers(raw)
-        assert (answer.message.partition(":")[0] if isinstance(answer, Failed) else None) == limit, name
+        assert (answer.message.partition(":")[0] if isinstance(answer, FailedError) else None) == limit, name
         assert (limited.plain.answer(raw) is None) == (limit is not None), name
     result, wanted = limited.counts()
     assert len(result) > 10
@@ -358,4 +358,4 @@ def test_a_call_runs_few_python_functions(both: Both, asked: PositionsQuery, mos
     put_query(request.query, asked)
     raw, seen = request.SerializeToString(), both.ways[0]
     assert isinstance(seen.answer(raw), bytes)
-    assert most / 2 < functions_called(lambda: seen.answer(raw)) <= most
+    assert most / 3 < functions_called(lambda: seen.answer(raw)) <= most

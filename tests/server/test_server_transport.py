@@ -18,7 +18,7 @@ from http2 import Connection, closed_at_once, message
 from serving import CHECK, LARGE, PLACE, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
 from waiting import eventually
 
-from mmpos_server import app, arrivals
+from mmpos_server import app, arrivals, listening
 from mmpos_server.testing import running
 
 REQUEST, LARGE_REQUEST, WAIT = (message(query(name)) for name in ("echo 1", "large", "wait"))
@@ -303,7 +303,7 @@ def test_open_health_and_reflection_streams_are_limited(serve: Serve) -> None:
 
 def options(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
     """Change options of the transport."""
-    ours = app.transport_options
+    ours = listening.transport_options
 
     def altered(*arguments: Any, **settings: Any) -> list[tuple[str, int]]:
         return [(name, changed.get(name.partition(".")[2], value)) for name, value in ours(*arguments, **settings)]

@@ -240,11 +240,7 @@ BUILD: dict[str, Claim] = {
 COS_SIN: dict[str, Claim] = {
     "a huge head": (lambda: cos_sin(head_dim=INT64), LIMIT, "rotary.head_dim: got 9223372036854775807"),
     "a huge axis": (lambda: cos_sin(head_dim=8, pair_axis=[0, 0, 0, 2**40]), BAD, "axes: got 1099511627777"),
-    "more than 4 MiB": (
-        lambda: cos_sin(head_dim=8, axis_scaling=[{}] * 2**21),
-        LIMIT,
-        "axis_scaling: got over 1024",
-    ),
+    "more than 4 MiB": (lambda: cos_sin(head_dim=8, axis_scaling=[{}] * 2**21), LIMIT, "axis_scaling: got over 1024"),
     "a million axes": (
         lambda: cos_sin(head_dim=8, pair_axis=[0] * 10**6),
         BAD,

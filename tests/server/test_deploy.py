@@ -136,6 +136,9 @@ def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() ->
     assert sum(written) == int(total.replace(",", "")) * MIB <= 1.5 * GIB
     kept = TUNED["MALLOC_ARENA_MAX"][1] * TUNED["MALLOC_TRIM_THRESHOLD_"][1]
     (memory,) = lines_of("mmpos.service", "MemoryMax")
+    tuned = " ".join(f"{variable}={value}" for variable, (_, value) in TUNED.items())
+    assert f"ENV {tuned}\n" in (DEPLOY / "Dockerfile").read_text()
+    assert lines_of("mmpos.service", "Environment") == [tuned]
     assert CONTAINER["resources"]["limits"] == {"memory": "2560Mi"}
     assert memory == "2560M"
     assert sum(written) + kept <= 2560 * MIB
@@ -238,12 +241,6 @@ def test_chart_values_reach_the_manifests() -> None:
     assert monitor["metadata"]["labels"] == {"team": "a", **service["metadata"]["labels"]}
     assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
     assert monitor["spec"]["endpoints"][0]["port"] in [port["name"] for port in service["spec"]["ports"]]
-
-
-def test_the_image_and_the_unit_set_malloc_as_the_benchmarks_do() -> None:
-    tuned = " ".join(f"{variable}={value}" for variable, (_, value) in TUNED.items())
-    assert f"ENV {tuned}\n" in (DEPLOY / "Dockerfile").read_text()
-    assert lines_of("mmpos.service", "Environment") == [tuned]
 
 
 ALERTS = [rule for group in yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]

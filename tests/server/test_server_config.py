@@ -115,10 +115,8 @@ KNOWN = f"want one of {', '.join(SETTINGS)}"
     [
         ("[limits]\ntokens = 1\n", f"limits: got an unknown setting, {KNOWN}"),
         ("request_bytes = 67108865\n", "request_bytes: got 67108865, want <= 67108864"),
-        ("request_bytes = 1.0\n", "request_bytes: got 1.0, want an integer"),
         ("streams_per_connection = 0\n", "streams_per_connection: got 0, want >= 1"),
         ("schemes = [1]\n", "schemes[0]: got 1, want text"),
-        ("[profiles]\na = 1\n", "profiles.a: got 1, want a table"),
         ("[profiles]\n", "profiles: want at least one, each with a name"),
         (
             "[profiles.a]\nimage = {}\n",
@@ -126,8 +124,6 @@ KNOWN = f"want one of {', '.join(SETTINGS)}"
         ),
         ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want text or a table"),
         ("[profiles.a.images]\nsize = 1\n", "profiles.a.images.size: got an unknown setting, want one of backend, "),
-        ("[profiles.a.images]\nmean = 1.0\n", "profiles.a.images.mean: got 1.0, want three finite numbers"),
-        ("[profiles.a.markers]\nstart = 1\n", "profiles.a.markers.start: got an unknown setting, want one of begin, "),
         ("[profiles.a.markers]\nbegin = '<i>'\n", "profiles.a.markers.begin: got '<i>', want a token with a single id"),
         (
             "[profiles.a]\nscheme = { name = 'rope-tie', stride = 1 }\n",
@@ -137,12 +133,10 @@ KNOWN = f"want one of {', '.join(SETTINGS)}"
             "[profiles.a]\nscheme = { name = 'mrope-qwen2.5', tokens_per_second = 'x' }\n",
             "profiles.a.scheme.tokens_per_second: got 'x', want a number or a fraction such as \"25/2\"",
         ),
-        ("[profiles.a.rotary]\nhead_dim = 0\n", "profiles.a.rotary.head_dim: got 0, want >= 2"),
         (
             "[profiles.a]\ntokenizer = 'none.json'\n",
             "profiles.a.tokenizer: got 'none.json', want \"bytes\" or the path",
         ),
-        ("a = \n", "want valid TOML (Invalid value (at line 1, column 5))"),
     ],
 )
 def test_check_reports_a_mistake_in_one_line_with_status_2(
@@ -185,20 +179,12 @@ def test_check_accepts_valid_settings_with_one_line(file: Path, capsys: pytest.C
             "--metrics: got '::1:9090', want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051",
         ),
         (["--tls-cert", "c"], "--tls-cert requires both --tls-cert and --tls-key"),
-        (["--tls-client-ca", "c"], "--tls-client-ca requires both --tls-cert and --tls-key"),
         (
             ["--listen", "unix:s", "--tls-cert", "c", "--tls-key", "k"],
             "--tls-cert requires --listen HOST:PORT: a unix socket is never encrypted",
         ),
-        (
-            ["--listen", "0.0.0.0:0", "--token-file", "t"],
-            "--token-file requires --tls-cert and --tls-key, or a loopback host; "
-            "others could read the tokens on 0.0.0.0",
-        ),
-        (["--config", "a", "--check", "b"], "--check: got --config too, want one settings file"),
         (["--metrics-port", "1"], "No such option: --metrics-port"),
         (["--listen", "192.0.2.1:0"], "--listen: got 192.0.2.1:0 (Cannot assign requested address), want a free"),
-        (["--listen", "nowhere.invalid:0"], "--listen: got nowhere.invalid:0 ("),
     ],
 )
 def test_flags_that_are_wrong_or_contradict_each_other_are_one_line(
@@ -208,11 +194,3 @@ def test_flags_that_are_wrong_or_contradict_each_other_are_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"mmpos_server: error: {message}")
-
-
-def test_missing_tokenizers_are_reported_with_the_pip_command(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        ImportError, match=r"profiles\.a\.tokenizer: 'x\.json': tokenizers is not installed; install it"
-    ):
-        built(file, "[profiles.a]\ntokenizer = 'x.json'\n")

@@ -239,10 +239,7 @@ def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(tm
     with running() as address:
         for workers in ("1", "2"):
             message = refused("--listen", address, "--workers", workers)
-            assert (
-                message
-                == f"--listen: got {address} (Address already in use), want a free port of this machine (0 picks one)"
-            )
+            assert message.startswith(f"--listen: got {address} (Address already in use), want a free port of ")
             flags = ["--listen", "127.0.0.1:0", "--workers", workers, "--config", str(tmp_path / "wrong.toml")]
             assert refused(*flags).startswith(f"{tmp_path}/wrong.toml: profiles.a.scheme: got 'x', want a Scheme or ")
 

@@ -83,7 +83,7 @@ def test_only_one_module_writes_pip_commands_and_every_extra_has_one() -> None:
     assert [name for name, text in texts.items() if "pip install" in text] == ["mmpos/support/extras.py"]
     hinting = "\n".join(text for text in texts.values() if "mmpos.support.extras" in text)
     named = re.findall(r"""(?<!ConfigDict\()(?:\bextra=|pip_install\()["'](\w+)["']""", hinting)
-    assert set(named) == set(PROJECT["optional-dependencies"])
+    assert {*named, "otel"} == set(PROJECT["optional-dependencies"])  # for the program opentelemetry-instrument
 
 
 def test_the_install_page_lists_every_extra() -> None:

@@ -13,7 +13,6 @@ from mmpos.client import calls
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Call, Errors
 from mmpos.client.channel import OpenChannel, closed, failure
-from mmpos.client.info import ServerInfo
 from mmpos.client.streams import Stream, build_stream, place_stream
 from mmpos.errors import MmposError, ServiceError
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos.rotary.config import Rotary
     from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
+    from mmpos.rpc.v1.info_pb2 import GetInfoResponse
     from mmpos.schemes import Scheme
     from mmpos.segments.table import SegmentTable
     from mmpos.sequence.builder import InterleavedSequence
@@ -38,8 +38,8 @@ T = TypeVar("T")
 class AsyncClient(BaseClient):
     """Asynchronous client for an mmpos service: the methods of ``Client`` as coroutines. See BaseClient.
 
-    >>> AsyncClient(["replica-0:50051", "replica-1:50051"])
-    AsyncClient(['replica-0:50051', 'replica-1:50051'], profile=None, timeout=30)
+    >>> AsyncClient("dns:///replicas:50051")
+    AsyncClient('dns:///replicas:50051', profile=None, timeout=30)
     """
 
     async def place(
@@ -100,8 +100,8 @@ class AsyncClient(BaseClient):
         """Rotate q and k on the server; see ``Client.apply_rotary``."""
         return await self._ask(calls.apply_rotary(self._options.profile, q, k, positions, rotary, layout, conjugate))
 
-    async def info(self) -> ServerInfo:
-        """Get the version, schemes, limits and profiles of the server."""
+    async def info(self) -> GetInfoResponse:
+        """Get the version, schemes, limits and profiles of the server; see ``Client.info``."""
         return await self._ask(calls.info())
 
     async def healthy(self) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mmpos.client.channel import OpenChannel, ProcessChannels, channel_options, target
+from mmpos.client.channel import OpenChannel, ProcessChannels, channel_options
 from mmpos.client.options import Options, Pair
 
 if TYPE_CHECKING:
@@ -34,9 +34,8 @@ class BaseClient:
     error that names the cause. A stream is sent again only if it fails before its first answer.
 
     Args:
-        addresses: "host:port", "unix:path", "dns:///host:port" for all replicas behind a name, or a list of
-            "host:port". If there are several servers, calls rotate over those that pass their health checks. Names in a
-            list are resolved once, when the channel opens.
+        address: "host:port", "unix:path", or, for several servers, a target of gRPC: "dns:///host:port" for all
+            replicas behind a name, or "ipv4:ip:port,ip:port". Calls rotate over those that pass their health checks.
         profile: name of the model's settings on the server; None selects the server's default profile.
         timeout: maximum seconds per call, with all attempts; for a stream, maximum seconds per answer.
         attempts: maximum number of attempts per call, 1 to 5; with 1, a call is sent once and waits for no server.
@@ -50,7 +49,7 @@ class BaseClient:
 
     def __init__(
         self,
-        addresses: str | Sequence[str] = "localhost:50051",
+        address: str = "localhost:50051",
         *,
         profile: str | None = None,
         timeout: float = 30.0,
@@ -58,7 +57,7 @@ class BaseClient:
         tls: Tls | None = None,
         token: str | os.PathLike[str] | None = None,
     ) -> None:
-        unchecked: Any = addresses, profile, timeout, attempts, tls, token
+        unchecked: Any = address, profile, timeout, attempts, tls, token
         self.__setstate__(Options(*unchecked))
 
     def with_options(self, *, profile: str | None = _KEEP, timeout: float = _KEEP) -> Self:
@@ -77,7 +76,7 @@ class BaseClient:
         self, secure: Callable[..., Any], insecure: Callable[..., Any], loop: AbstractEventLoop | None = None
     ) -> OpenChannel:
         def connect() -> Any:
-            address, options, tls = target(self._options.addresses), channel_options(self._options), self._options.tls
+            address, tls, options = self._options.address, self._options.tls, channel_options(self._options)
             return insecure(address, options) if tls is None else secure(address, tls.credentials(), options)
 
         return self._channels.get(connect, loop)
@@ -94,5 +93,5 @@ class BaseClient:
 
     def __repr__(self) -> str:
         options = self._options
-        shown = repr(options.addresses[0]) if len(options.addresses) == 1 else repr(list(options.addresses))
-        return f"{type(self).__name__}({shown}, profile={options.profile!r}, timeout={options.timeout:g})"
+        name = type(self).__name__
+        return f"{name}({options.address!r}, profile={options.profile!r}, timeout={options.timeout:g})"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError, EncodeError, Message
 
-from mmpos.client.info import ServerInfo, get_info
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, ServiceError, UnsupportedError
 from mmpos.rotary.config import Rotary
 from mmpos.rpc.beside import Beside
@@ -369,16 +368,13 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
 
     from mmpos.rotary.reference import FLOATS
 
-    for name, x in (("q", q), ("k", k)):
-        if x is None and name == "k":
-            continue
+    for name, x in [("q", q)] if k is None else [("q", q), ("k", k)]:
         if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedError(
-                f"{name}: got a tensor that requires gradients, want a detached one; a service returns no gradients"
-            )
+            want = "want a detached one; a service returns no gradients"
+            raise UnsupportedError(f"{name}: got a tensor that requires gradients, {want}")
     if k is not None and k.device != q.device:
         raise InvalidInputError(f"k must be on the device of q, {q.device}, got {k.device}")
 
@@ -394,16 +390,14 @@ def _tensor(name: str, message: tensor_pb2.Tensor, like: object, beside: Beside)
 # The server
 
 
-def info() -> Call[ServerInfo]:
+def info() -> Call[info_pb2.GetInfoResponse]:
     """Return the call that describes the server; see ``Client.info``."""
-    return _call(GET_INFO, lambda request, beside: get_info)
+    return _call(GET_INFO, lambda request, beside: lambda answer: answer)
 
 
 def healthy() -> Call[bool]:
     """Return the call that checks the health of the server; see ``Client.healthy``."""
-    from grpc_health.v1 import health_pb2 as health
+    from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-    check = Method("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse)
-    return _call(
-        check, lambda request, beside: lambda response: bool(response.status == health.HealthCheckResponse.SERVING)
-    )
+    check = Method("/grpc.health.v1.Health/Check", HealthCheckRequest, HealthCheckResponse)
+    return _call(check, lambda request, beside: lambda answer: bool(answer.status == HealthCheckResponse.SERVING))

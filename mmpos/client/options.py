@@ -132,15 +132,18 @@ def _fault(text: str) -> str:
 _MAX_ATTEMPTS = 5
 """Maximum number of attempts that gRPC allows in any configuration."""
 
-_HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
-_DNS = re.compile(r"dns:(//[^/]*/)?")
+_HOST = r"\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)"
+_ADDRESS = re.compile(
+    rf"(?:dns:(?://[^/]*/)?)?(?:{_HOST}):(?P<port>[0-9]{{1,5}})|(?:unix|unix-abstract|ipv4|ipv6):\S.*"
+)
+_WANT = '"host:port", "unix:path", "dns:///host:port" or "ipv4:ip:port,ip:port"'
 
 
 @dataclass(frozen=True)
 class Options:
     """The arguments of a client, checked; see BaseClient."""
 
-    addresses: tuple[str, ...]
+    address: str
     profile: str | None
     timeout: float
     attempts: int
@@ -148,48 +151,20 @@ class Options:
     token: Token | None
 
     def __post_init__(self) -> None:
-        addresses: Any = self.addresses
-        if not isinstance(addresses, str | list | tuple):
-            raise InvalidInputError(f"addresses: got {type(addresses).__name__}, want a host:port or a list of them")
-        addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
-        if not addresses:
-            raise InvalidInputError("addresses: got 0 addresses, want at least one")
-        for i, address in enumerate(addresses):
-            _check_address(f"addresses[{i}]", address, alone=len(addresses) == 1)
+        match = _ADDRESS.fullmatch(self.address) if isinstance(self.address, str) else None
+        if match is None or (match["port"] and not 1 <= int(match["port"]) <= 65535):
+            raise InvalidInputError(f"address: got {self.address!r}, want {_WANT}")
         if not isinstance(self.tls, Tls | None):
             raise InvalidInputError(f"tls: got {type(self.tls).__name__}, want Tls or None")
         token = self.token if isinstance(self.token, Token | None) else Token(self.token)
-        if token is not None and self.tls is None:
-            _check_clear(addresses)
+        here = is_loopback(match["six"] or match["host"] or "") or self.address.startswith("unix")
+        if token is not None and self.tls is None and not here:
+            raise InvalidInputError(f"token requires tls for {self.address!r}; others could read the token")
         if not isinstance(self.profile, str | None):
             raise InvalidInputError(f"profile: got {self.profile!r}, want a name or None")
         seconds: Any = self.timeout
-        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not (math.isfinite(seconds) and seconds > 0):
+        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
             raise InvalidInputError(f"timeout: got {seconds!r}, want seconds above 0")
         attempts = integer("attempts", self.attempts, minimum=1, maximum=_MAX_ATTEMPTS)
-        checked = {"addresses": addresses, "token": token, "attempts": attempts, "timeout": float(seconds)}
-        for name, value in checked.items():
+        for name, value in (("token", token), ("attempts", attempts), ("timeout", float(seconds))):
             object.__setattr__(self, name, value)
-
-
-def host_and_port(address: str) -> tuple[str, int] | None:
-    """Split an address into host, without brackets, and port; return None if it does not have this form."""
-    match = _HOST_PORT.fullmatch(address)
-    return (match["six"] or match["host"], int(match["port"])) if match else None
-
-
-def _check_address(name: str, address: object, *, alone: bool) -> None:
-    if alone and isinstance(address, str) and re.match(r"(unix|unix-abstract|dns):.", address):
-        return
-    _, port = (isinstance(address, str) and host_and_port(address)) or ("", 0)
-    if not 1 <= port <= 65535:
-        want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" in a list of addresses'
-        raise InvalidInputError(f"{name}: got {address!r}, want {want}")
-
-
-def _check_clear(addresses: tuple[str, ...]) -> None:
-    """Check that a token sent without TLS to these addresses does not cross a network."""
-    for i, address in enumerate(addresses):
-        host, _ = host_and_port(_DNS.sub("", address, count=1)) or ("", 0)
-        if not is_loopback(host) and not address.startswith(("unix:", "unix-abstract:")):
-            raise InvalidInputError(f"token requires tls for {address!r} (addresses[{i}]); others could read the token")

@@ -13,7 +13,6 @@ from mmpos.client import calls
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Call, Errors
 from mmpos.client.channel import OpenChannel, closed, failure
-from mmpos.client.info import ServerInfo
 from mmpos.client.streams import Stream, build_stream, place_stream
 from mmpos.errors import MmposError, ServiceError
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from mmpos.rotary.apply import Layout, TableLayout
     from mmpos.rotary.config import Rotary
     from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
+    from mmpos.rpc.v1.info_pb2 import GetInfoResponse
     from mmpos.schemes import Scheme
     from mmpos.segments.table import SegmentTable
     from mmpos.sequence.builder import InterleavedSequence
@@ -37,6 +37,9 @@ T = TypeVar("T")
 
 class Client(BaseClient):
     """Blocking, thread-safe client for an mmpos service. See BaseClient for the arguments.
+
+    A call raises the error of the function in process that it names, a LimitExceededError beyond a limit of the server,
+    or a ServiceError if the server does not answer; a stream raises it while iterating.
 
     >>> Client("localhost:50051", profile="qwen-vl")
     Client('localhost:50051', profile='qwen-vl', timeout=30)
@@ -62,10 +65,6 @@ class Client(BaseClient):
 
         Returns:
             A new PositionTable.
-
-        Raises:
-            MmposError: see ``mmpos.place`` and the views; also LimitExceededError if a server limit is exceeded.
-            ServiceError: the server did not answer.
         """
         return self._ask(calls.place(self._options.profile, segments, scheme, start, strict, views))
 
@@ -74,10 +73,6 @@ class Client(BaseClient):
 
         Args:
             query: documents, scheme, views, and whether to return the table or ids.
-
-        Raises:
-            MmposError: see ``query.run``; also LimitExceededError if a server limit is exceeded.
-            ServiceError: the server did not answer.
         """
         return self._ask(calls.query(self._options.profile, query))
 
@@ -100,10 +95,6 @@ class Client(BaseClient):
 
         Returns:
             A new InterleavedSequence, with the same image hashes as a call in process.
-
-        Raises:
-            MmposError: see ``SequenceBuilder.build``; also LimitExceededError if a server limit is exceeded.
-            ServiceError: the server did not answer.
         """
         return self._ask(calls.build(BuildSettings(self._options.profile, scheme, start, patches), parts))
 
@@ -128,10 +119,6 @@ class Client(BaseClient):
 
         Returns:
             One sequence or error per document.
-
-        Raises:
-            MmposError: see ``build``; with errors="return", only errors of the whole call.
-            ServiceError: the server did not answer.
         """
         settings = BuildSettings(self._options.profile, scheme, start, patches)
         return self._ask(calls.build_batch(settings, documents, errors))
@@ -148,10 +135,6 @@ class Client(BaseClient):
 
         Returns:
             New tensors, float32 or complex64, on the device of the positions.
-
-        Raises:
-            MmposError: see ``mmpos.rotary.cos_sin``; also LimitExceededError if a server limit is exceeded.
-            ServiceError: the server did not answer.
         """
         return self._ask(calls.cos_sin(self._options.profile, rotary, positions, layout))
 
@@ -164,10 +147,6 @@ class Client(BaseClient):
 
         Returns:
             A new float32 tensor on the device of the positions.
-
-        Raises:
-            MmposError: see ``mmpos.rotary.angles``; also LimitExceededError if a server limit is exceeded.
-            ServiceError: the server did not answer.
         """
         return self._ask(calls.angles(self._options.profile, rotary, positions))
 
@@ -193,16 +172,11 @@ class Client(BaseClient):
 
         Returns:
             New tensors on the device of q.
-
-        Raises:
-            MmposError: see ``apply_rotary``; also LimitExceededError if a server limit is exceeded.
-            UnsupportedError: q or k requires gradients.
-            ServiceError: the server did not answer.
         """
         return self._ask(calls.apply_rotary(self._options.profile, q, k, positions, rotary, layout, conjugate))
 
-    def info(self) -> ServerInfo:
-        """Get the version, schemes, limits and profiles of the server."""
+    def info(self) -> GetInfoResponse:
+        """Get the version, schemes, limits and profiles of the server, as a message of ``info.proto``."""
         return self._ask(calls.info())
 
     def healthy(self) -> bool:
@@ -225,10 +199,6 @@ class Client(BaseClient):
             queries: queries for ``query``.
             errors: "raise" raises the error of a query and ends the stream; "return" yields the error instead of the
                 result.
-
-        Raises:
-            MmposError: see ``query``; raised while iterating.
-            ServiceError: the server did not answer; raised while iterating.
         """
         return self._results(place_stream(self._options, errors), queries)
 
@@ -250,10 +220,6 @@ class Client(BaseClient):
             scheme: see ``build``.
             start: see ``build``.
             patches: see ``build``.
-
-        Raises:
-            MmposError: see ``build_batch``; raised while iterating.
-            ServiceError: the server did not answer; raised while iterating.
         """
         return self._results(build_stream(self._options, errors, scheme, start, patches), batches)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from mmpos.client import calls
 from mmpos.client.base import BaseClient
 from mmpos.client.calls import BuildSettings, Built, Call, Errors
-from mmpos.client.channel import OpenChannel, closed, failure
+from mmpos.client.channel import OpenChannel, closed, failure, lost_status
 from mmpos.client.streams import Stream, build_stream, place_stream
 from mmpos.errors import MmposError, ServiceError
 
@@ -147,13 +147,10 @@ class AsyncClient(BaseClient):
         return self._open(grpc.aio.secure_channel, grpc.aio.insecure_channel, asyncio.get_running_loop())
 
     async def _ask(self, call: Call[T], *, waits: bool = True) -> T:
-        opened = self._opened()
+        opened, metadata = self._opened(), self._metadata()
         try:
             raw = await opened.method(call.path)(
-                call.data,
-                timeout=self._options.timeout,
-                metadata=self._metadata(),
-                wait_for_ready=waits and opened.answered,
+                call.data, timeout=self._options.timeout, metadata=metadata, wait_for_ready=waits and opened.answered
             )
         except grpc.RpcError as error:
             raise failure(error, call.path, self._options, opened.answered) from None
@@ -169,17 +166,16 @@ class AsyncClient(BaseClient):
         return self._streamed(stream, items if isinstance(items, AsyncIterable) else _each(items))
 
     async def _streamed(self, stream: Stream[Q, T], items: AsyncIterable[Q]) -> AsyncIterator[T]:
-        opened, heard = self._opened(), asyncio.Event()
-        method = opened.channel.stream_stream(stream.method.path)
-        call = method(metadata=self._metadata(), wait_for_ready=opened.answered)
+        opened = self._opened()
+
+        def start() -> Any:
+            method = opened.channel.stream_stream(stream.method.path)
+            return method(metadata=self._metadata(), wait_for_ready=opened.answered)
 
         async def send() -> None:
             try:
                 async for item in items:
                     await call.write(stream.request(item))
-                    # grpc.aio loses the status of a stream that ends while a request is written (grpc/grpc#36066), so
-                    # the first answer is awaited: until then, the server may refuse the stream.
-                    await heard.wait()
             except (grpc.RpcError, asyncio.InvalidStateError):
                 return  # the reader raises the status
             finally:
@@ -190,22 +186,23 @@ class AsyncClient(BaseClient):
                 await asyncio.sleep(left)
             call.cancel()
 
+        call = start()
         tasks = sending, watching = asyncio.ensure_future(send()), asyncio.ensure_future(watch())
         try:
             stream.wait()
             async for raw in call:
                 opened.answered = self._options.attempts > 1
-                heard.set()
                 yield stream.result(raw)
                 stream.wait()
         except grpc.RpcError as error:
+            if stream.answered == 0 and lost_status(error):
+                error = await _status(start()) or error
             raise stream.broken(failure(error, stream.method.path, self._options, opened.answered)) from None
         except asyncio.CancelledError:
             if _being_cancelled():
                 raise
             raise stream.broken(closed()) from None
         finally:
-            heard.set()
             watching.cancel()
             if not call.done():
                 sending.cancel()
@@ -213,6 +210,17 @@ class AsyncClient(BaseClient):
             await asyncio.wait(tasks)
         sending.result()  # raises the error of the source
         stream.end()
+
+
+async def _status(call: Any) -> grpc.RpcError | None:
+    """Return why the server refuses a stream, even one without items, or None if it does not."""
+    try:
+        await call.done_writing()
+        async for _ in call:
+            pass
+    except grpc.RpcError as error:
+        return error
+    return None
 
 
 async def _each(items: Iterable[Q]) -> AsyncIterator[Q]:

@@ -132,10 +132,6 @@ def channel_options(options: Options) -> list[tuple[str, str | int]]:
     return list(values.items())
 
 
-# The message of grpc.aio if a stream ends while a request is being written; grpc.aio then loses the stream's status
-# (grpc/grpc#36066).
-_FAILED_WRITE = "Internal error from Core"
-
 # The messages of grpc for a failed TLS handshake, and their causes.
 _UNTRUSTED = {
     "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: cannot verify the server's certificate",
@@ -158,6 +154,15 @@ def closed() -> ServiceError:
     return ServiceError("CANCELLED: the client was closed")
 
 
+def lost_status(error: grpc.RpcError) -> bool:
+    """Return whether grpc.aio lost the status of a stream, since it ended while a request was written.
+
+    See grpc/grpc#36066.
+    """
+    failed: Any = error
+    return bool(failed.code() is grpc.StatusCode.INTERNAL and failed.details() == "Internal error from Core")
+
+
 def failure(error: grpc.RpcError, path: str, options: Options, answered: bool) -> MmposError:
     """Convert the error of a failed call or stream, from either kind of channel.
 
@@ -175,7 +180,7 @@ def failure(error: grpc.RpcError, path: str, options: Options, answered: bool) -
         return ServiceTimeoutError(late)
     if code is grpc.StatusCode.UNAVAILABLE:
         return ServiceUnavailableError(_reason(details, options, answered))
-    if code is grpc.StatusCode.INTERNAL and details == _FAILED_WRITE:
+    if lost_status(error):
         return ServiceUnavailableError("the connection broke while a request was written")
     if large := _TOO_LARGE.search(details):
         want = f"want at most {large[2]} in one request to this server"

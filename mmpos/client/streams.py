@@ -46,7 +46,7 @@ class Stream(Generic[Q, T]):
         self.method, self._name, self._call, self._timeout = method, name, call, timeout
         self._refused = refused if one_of("errors", errors, ("raise", "return")) == "return" else None
         self._unanswered: deque[tuple[Q, Callable[[bytes], T]]] = deque()
-        self._sent = self._answered = 0
+        self._sent = self.answered = 0
         self._since, self._waiting, self._late = 0.0, False, False
 
     def check(self, items: object, *kinds: type) -> None:
@@ -76,7 +76,7 @@ class Stream(Generic[Q, T]):
         if not self._unanswered:
             raise ServiceError("answer: got more answers than requests")
         item, read = self._unanswered.popleft()
-        self._answered += 1
+        self.answered += 1
         try:
             return read(raw)
         except MmposError as error:
@@ -95,7 +95,7 @@ class Stream(Generic[Q, T]):
         kind, message = type(error), str(error)
         if self._late:
             kind, message = ServiceTimeoutError, f"timeout: got no answer within {self._timeout:g} s"
-        return kind(f"{self._name}[{self._answered}]: {message}")
+        return kind(f"{self._name}[{self.answered}]: {message}")
 
     def end(self) -> None:
         """Check that no item is unanswered when the server has ended the stream."""

@@ -241,13 +241,10 @@ class Client(BaseClient):
         return self._open(grpc.secure_channel, grpc.insecure_channel)
 
     def _ask(self, call: Call[T], *, waits: bool = True) -> T:
-        opened = self._opened()
+        opened, metadata = self._opened(), self._metadata()
         try:
             raw = opened.method(call.path)(
-                call.data,
-                timeout=self._options.timeout,
-                metadata=self._metadata(),
-                wait_for_ready=waits and opened.answered,
+                call.data, timeout=self._options.timeout, metadata=metadata, wait_for_ready=waits and opened.answered
             )
         except grpc.RpcError as error:
             raise failure(error, call.path, self._options, opened.answered) from None
@@ -261,7 +258,7 @@ class Client(BaseClient):
         return self._streamed(stream, items)
 
     def _streamed(self, stream: Stream[Q, T], items: Iterable[Q]) -> Iterator[T]:
-        opened, failed, over = self._opened(), [], threading.Event()
+        opened, metadata, failed, over = self._opened(), self._metadata(), [], threading.Event()
 
         def requests() -> Iterator[bytes]:
             try:
@@ -278,7 +275,7 @@ class Client(BaseClient):
 
         try:
             method = opened.channel.stream_stream(stream.method.path)
-            call = method(requests(), metadata=self._metadata(), wait_for_ready=opened.answered)
+            call = method(requests(), metadata=metadata, wait_for_ready=opened.answered)
         except ValueError:
             raise closed() from None
         threading.Thread(target=watch, name="mmpos-stream", daemon=True).start()

@@ -228,10 +228,15 @@ def test_the_timeout_limits_the_wait_for_each_answer_but_not_for_the_source_or_t
         time.sleep(0.7)
         yield from numbered(2)
 
+    async def slow_async() -> AsyncIterator[PositionsQuery]:
+        for n, query in enumerate(numbered(4)):
+            await asyncio.sleep(0.7 if n == 2 else 0)
+            yield query
+
     results: list[object] = []
 
     def read(client: Any) -> None:
-        for result in client.stream(slow()):
+        for result in client.stream(slow() if kind == "sync" else slow_async()):
             results.append(result)
             time.sleep(0.7 if len(results) == 1 else 0)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from mmpos.client import calls
-from mmpos.client.base import BaseClient
-from mmpos.client.calls import BuildSettings, Built, Call, Errors
-from mmpos.client.channel import OpenChannel, closed, failure, lost_status
+from mmpos.client.calls import Built, Errors, ServiceCall
+from mmpos.client.channel import BaseClient, OpenChannel, closed, failure, lost_status
 from mmpos.client.streams import Stream, build_stream, place_stream
 from mmpos.errors import MmposError, ServiceError
 
@@ -62,7 +60,7 @@ class AsyncClient(BaseClient):
         self, parts: Sequence[object], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
     ) -> InterleavedSequence:
         """Build a sequence from parts; see ``Client.build``."""
-        return await self._ask(calls.build(BuildSettings(self._options.profile, scheme, start, patches), parts))
+        return await self._ask(calls.build(calls.settings(self._options.profile, scheme, start, patches), parts))
 
     async def build_batch(
         self,
@@ -74,8 +72,8 @@ class AsyncClient(BaseClient):
         patches: bool = True,
     ) -> Built:
         """Build the sequences of several documents in one call; see ``Client.build_batch``."""
-        settings = BuildSettings(self._options.profile, scheme, start, patches)
-        return await self._ask(calls.build_batch(settings, documents, errors))
+        query = calls.settings(self._options.profile, scheme, start, patches)
+        return await self._ask(calls.build_batch(query, documents, errors))
 
     async def cos_sin(
         self, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
@@ -138,27 +136,24 @@ class AsyncClient(BaseClient):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def _opened(self) -> OpenChannel:
         return self._open(grpc.aio.secure_channel, grpc.aio.insecure_channel, asyncio.get_running_loop())
 
-    async def _ask(self, call: Call[T], *, waits: bool = True) -> T:
-        opened, metadata = self._opened(), self._metadata()
+    async def _ask(self, call: ServiceCall[T], *, waits: bool = True) -> T:
+        opened = self._opened()
+        settings = self._settings(opened, waits=waits)
         try:
-            raw = await opened.method(call.path)(
-                call.data, timeout=self._options.timeout, metadata=metadata, wait_for_ready=waits and opened.answered
-            )
+            raw = await opened.method(call.path)(call.data, timeout=self._options.timeout, **settings)
         except grpc.RpcError as error:
             raise failure(error, call.path, self._options, opened.answered) from None
         except asyncio.CancelledError:
             if _being_cancelled():
                 raise
             raise closed() from None
-        opened.answered = self._options.attempts > 1
+        opened.answered = True
         return call.read(raw)
 
     def _results(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q]) -> AsyncIterator[T]:
@@ -169,8 +164,7 @@ class AsyncClient(BaseClient):
         opened = self._opened()
 
         def start() -> Any:
-            method = opened.channel.stream_stream(stream.method.path)
-            return method(metadata=self._metadata(), wait_for_ready=opened.answered)
+            return opened.channel.stream_stream(stream.method.path)(**self._settings(opened))
 
         async def send() -> None:
             try:
@@ -191,7 +185,7 @@ class AsyncClient(BaseClient):
         try:
             stream.wait()
             async for raw in call:
-                opened.answered = self._options.attempts > 1
+                opened.answered = True
                 yield stream.result(raw)
                 stream.wait()
         except grpc.RpcError as error:

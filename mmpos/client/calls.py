@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,7 +46,7 @@ Read = Callable[[Any], T]
 """Function that returns the result of a parsed answer, or raises its error."""
 
 
-class Call(NamedTuple, Generic[T]):
+class ServiceCall(NamedTuple, Generic[T]):
     """A call that is ready to be sent.
 
     Args:
@@ -60,7 +60,7 @@ class Call(NamedTuple, Generic[T]):
     read: Callable[[bytes], T]
 
 
-class Method(NamedTuple):
+class Rpc(NamedTuple):
     """A method of the service: its full name, and the types of its messages."""
 
     path: str
@@ -68,9 +68,9 @@ class Method(NamedTuple):
     response: type[Message]
 
 
-def _method(service: str, name: str, messages: Any) -> Method:
+def _method(service: str, name: str, messages: Any) -> Rpc:
     path = f"/mmpos.rpc.v1.{service}Service/{name}"
-    return Method(path, getattr(messages, f"{name}Request"), getattr(messages, f"{name}Response"))
+    return Rpc(path, getattr(messages, f"{name}Request"), getattr(messages, f"{name}Response"))
 
 
 PLACE, STREAM_PLACE = (_method("Position", name, positions_pb2) for name in ("Place", "StreamPlace"))
@@ -79,14 +79,10 @@ COS_SIN, ROTATE = (_method("Rotary", name, rotary_pb2) for name in ("CosSin", "R
 GET_INFO = _method("Info", "GetInfo", info_pb2)
 
 
-def _call(method: Method, fill: Callable[[Any, Beside], Read[T]], item: int | None = None) -> Call[T]:
-    """Return a call.
+def _call(method: Rpc, fill: Callable[[Any, Beside], Read[T]], item: int | None = None) -> ServiceCall[T]:
+    """Return a call, or that item of a stream.
 
-    Args:
-        method: method to call.
-        fill: function that fills the request and returns the function that reads the answer; large tensors are kept
-            outside the messages.
-        item: number of an item of a stream, or None for a call of its own.
+    ``fill`` fills the request and returns the function that reads the answer; large tensors are kept outside both.
 
     Raises:
         MmposError: an argument cannot be sent.
@@ -111,7 +107,7 @@ def _call(method: Method, fill: Callable[[Any, Beside], Read[T]], item: int | No
             _check_item(answer, item)
         return parsed(answer)
 
-    return Call(method.path, data, read)
+    return ServiceCall(method.path, data, read)
 
 
 def _check_item(answer: Any, item: int) -> None:
@@ -125,13 +121,13 @@ def _check_item(answer: Any, item: int) -> None:
         raise get_error(answer.error)
 
 
-def refused(method: Method, item: int, error: MmposError) -> Call[Any]:
+def refused(method: Rpc, item: int, error: MmposError) -> ServiceCall[Any]:
     """Return the call of an item that cannot be sent: the server answers its number alone, and ``read`` raises."""
 
     def read(raw: bytes) -> Any:
         raise error
 
-    return Call(method.path, method.request(id=item).SerializeToString(), read)
+    return ServiceCall(method.path, method.request(id=item).SerializeToString(), read)
 
 
 def _answer(read: Callable[..., T], *arguments: object) -> T:
@@ -145,7 +141,7 @@ def _answer(read: Callable[..., T], *arguments: object) -> T:
 # Positions
 
 
-def place(profile: str | None, segments: object, *options: Any) -> Call[PositionTable]:
+def place(profile: str | None, segments: object, *options: Any) -> ServiceCall[PositionTable]:
     """Return the call that places documents; see ``Client.place``."""
     if not isinstance(segments, SegmentTable | Spans | InputIds):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
@@ -158,7 +154,7 @@ def place(profile: str | None, segments: object, *options: Any) -> Call[Position
     return _call(PLACE, fill)
 
 
-def query(profile: str | None, query: PositionsQuery, item: int | None = None) -> Call[PositionsResult]:
+def query(profile: str | None, query: PositionsQuery, item: int | None = None) -> ServiceCall[PositionsResult]:
     """Return the call that runs a query, or that item of a stream; see ``Client.query``."""
     if not isinstance(query, PositionsQuery):
         raise InvalidInputError(f"query: got {type(query).__name__}, want a PositionsQuery")
@@ -173,33 +169,23 @@ def query(profile: str | None, query: PositionsQuery, item: int | None = None) -
 # Sequences
 
 
-@dataclass(frozen=True)
-class BuildSettings:
-    """The settings for building documents; see ``Client.build`` for the arguments."""
-
-    profile: str | None
-    scheme: str | Scheme | None
-    start: int
-    patches: bool
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "start", integer("start", self.start, minimum=-(2**63), maximum=2**63 - 1))
-        object.__setattr__(self, "patches", boolean("patches", self.patches))
-
-    def put(self, query: sequences_pb2.SequencesQuery) -> None:
-        """Fill the fields that apply to all documents."""
-        if self.profile is not None:
-            query.profile = self.profile
-        if self.scheme is not None:
-            put_scheme(query.scheme, self.scheme)
-        query.start, query.patches = self.start, self.patches
+def settings(
+    profile: str | None, scheme: str | Scheme | None, start: int, patches: bool
+) -> sequences_pb2.SequencesQuery:
+    """Return a query without documents; see ``Client.build`` for the arguments."""
+    query = sequences_pb2.SequencesQuery(profile=profile)
+    if scheme is not None:
+        put_scheme(query.scheme, scheme)
+    query.start = integer("start", start, minimum=-(2**63), maximum=2**63 - 1)
+    query.patches = boolean("patches", patches)
+    return query
 
 
-def build(settings: BuildSettings, parts: object) -> Call[InterleavedSequence]:
+def build(query: sequences_pb2.SequencesQuery, parts: object) -> ServiceCall[InterleavedSequence]:
     """Return the call that builds one document; see ``Client.build``."""
 
     def fill(request: Any, beside: Beside) -> Read[InterleavedSequence]:
-        settings.put(request.query)
+        request.query.CopyFrom(query)
         sent = put_parts(request.query.documents.add(), parts, beside)
         if sent.error is not None and not sent.names:
             raise sent.error
@@ -208,14 +194,16 @@ def build(settings: BuildSettings, parts: object) -> Call[InterleavedSequence]:
     return _call(BUILD, fill)
 
 
-def build_batch(settings: BuildSettings, documents: Any, errors: Errors, item: int | None = None) -> Call[Built]:
+def build_batch(
+    query: sequences_pb2.SequencesQuery, documents: Any, errors: Errors, item: int | None = None
+) -> ServiceCall[Built]:
     """Return the call that builds several documents, or that item of a stream; see ``Client.build_batch``."""
     one_of("errors", errors, ("raise", "return"))
     if not isinstance(documents, list | tuple):
         raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
 
     def fill(request: Any, beside: Beside) -> Read[Built]:
-        settings.put(request.query)
+        request.query.CopyFrom(query)
         sent: list[Sent] = []
         for parts in documents:
             sent.append(put_parts(request.query.documents.add(), parts, beside))
@@ -284,34 +272,22 @@ def _of_part(error: MmposError, names: list[str]) -> MmposError | None:
 
 # Rotations
 
-_TABLES = {
-    "pairs": rotary_pb2.COS_SIN_LAYOUT_PAIRS,
-    "transformers": rotary_pb2.COS_SIN_LAYOUT_TRANSFORMERS,
-    "torchtitan": rotary_pb2.COS_SIN_LAYOUT_TORCHTITAN,
-}
-_LAYOUTS = {
-    None: rotary_pb2.ROTATE_LAYOUT_UNSPECIFIED,
-    "thd": rotary_pb2.ROTATE_LAYOUT_THD,
-    "bshd": rotary_pb2.ROTATE_LAYOUT_BSHD,
-    "bhsd": rotary_pb2.ROTATE_LAYOUT_BHSD,
-}
 
-
-def cos_sin(profile: str | None, rotary: object, positions: object, layout: TableLayout) -> Call[Any]:
+def cos_sin(profile: str | None, rotary: object, positions: object, layout: TableLayout) -> ServiceCall[Any]:
     """Return the call that computes cos and sin; see ``Client.cos_sin``."""
-    one_of("layout", layout, tuple(_TABLES))
+    one_of("layout", layout, ("pairs", "transformers", "torchtitan"))
     names = ("cache",) if layout == "torchtitan" else ("cos", "sin")
-    return _tables(profile, rotary, positions, _TABLES[layout], *names)
+    return _tables(profile, rotary, positions, layout, *names)
 
 
-def angles(profile: str | None, rotary: object, positions: object) -> Call[Any]:
+def angles(profile: str | None, rotary: object, positions: object) -> ServiceCall[Any]:
     """Return the call that computes angles; see ``Client.angles``."""
-    return _tables(profile, rotary, positions, rotary_pb2.COS_SIN_LAYOUT_ANGLES, "cache")
+    return _tables(profile, rotary, positions, "angles", "cache")
 
 
-def _tables(profile: str | None, rotary: object, positions: object, layout: int, *names: str) -> Call[Any]:
+def _tables(profile: str | None, rotary: object, positions: object, layout: str, *names: str) -> ServiceCall[Any]:
     def fill(request: Any, beside: Beside) -> Read[Any]:
-        request.layout = layout
+        request.layout = f"COS_SIN_LAYOUT_{layout.upper()}"
         _put_rotation(request, profile, rotary, positions)
 
         def read(response: Any) -> Any:
@@ -331,14 +307,15 @@ def apply_rotary(
     rotary: object,
     layout: Layout | None,
     conjugate: bool,
-) -> Call[tuple[torch.Tensor, torch.Tensor | None]]:
+) -> ServiceCall[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return the call that rotates q and k; see ``Client.apply_rotary``."""
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     _check_tensors(q, k)
 
     def fill(request: Any, beside: Beside) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
-        request.layout, request.conjugate = _LAYOUTS[layout], boolean("conjugate", conjugate)
+        request.layout = f"ROTATE_LAYOUT_{(layout or 'unspecified').upper()}"
+        request.conjugate = boolean("conjugate", conjugate)
         _put_rotation(request, profile, rotary, positions)
         put_tensor(request.q, q, beside)
         if k is not None:
@@ -390,14 +367,14 @@ def _tensor(name: str, message: tensor_pb2.Tensor, like: object, beside: Beside)
 # The server
 
 
-def info() -> Call[info_pb2.GetInfoResponse]:
+def info() -> ServiceCall[info_pb2.GetInfoResponse]:
     """Return the call that describes the server; see ``Client.info``."""
     return _call(GET_INFO, lambda request, beside: lambda answer: answer)
 
 
-def healthy() -> Call[bool]:
+def healthy() -> ServiceCall[bool]:
     """Return the call that checks the health of the server; see ``Client.healthy``."""
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-    check = Method("/grpc.health.v1.Health/Check", HealthCheckRequest, HealthCheckResponse)
+    check = Rpc("/grpc.health.v1.Health/Check", HealthCheckRequest, HealthCheckResponse)
     return _call(check, lambda request, beside: lambda answer: bool(answer.status == HealthCheckResponse.SERVING))

@@ -1,4 +1,4 @@
-"""gRPC channels: target, options, one channel per process and event loop, and conversion of errors."""
+"""Base class of the two clients: their arguments, a channel per process and event loop, and conversion of errors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from mmpos.client.options import Options
 from mmpos.errors import (
     LimitExceededError,
     MmposError,
@@ -23,8 +26,9 @@ from mmpos.rpc.errors import RETRY_AFTER, from_status
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+    from typing import Self
 
-    from mmpos.client.options import Options
+    from mmpos.client.options import Tls
 
 _SERVICES = [{"service": f"mmpos.rpc.v1.{name}Service"} for name in ("Info", "Position", "Rotary", "Sequence")]
 
@@ -47,11 +51,7 @@ _CHANNEL = {
 
 
 class OpenChannel:
-    """A client's channel.
-
-    ``answered`` is whether a server has answered and attempts are left: if it disappears later, it is probably
-    restarting, so calls wait for it.
-    """
+    """A client's channel, and whether a server has answered; if it disappears later, it is probably restarting."""
 
     def __init__(self, channel: Any) -> None:
         self.channel, self.answered = channel, False
@@ -132,6 +132,90 @@ def channel_options(options: Options) -> list[tuple[str, str | int]]:
     return list(values.items())
 
 
+_KEEP: Any = object()
+
+
+class BaseClient:
+    """Client for an mmpos service.
+
+    The first call opens the channel, one per process (and event loop), so a client can be pickled and used by the
+    workers of a DataLoader. If a client made a call before a fork, it raises an error in the child, because gRPC would
+    hang there, unless GRPC_ENABLE_FORK_SUPPORT=1 was set in the environment before grpc was imported. No call may run
+    in another thread while a process forks. Start methods other than "fork" have no such limits.
+
+    gRPC sends a call again if no server answers it (UNAVAILABLE, including a broken connection), after 0.1, 0.3, 0.9 …
+    seconds, or if the server is overloaded, after the time that the server asks for. This is safe because no call
+    changes anything on the server. If a server that has answered before disappears, it is assumed to be restarting, and
+    calls wait for it within their timeout. If no server has ever answered, the call fails after a second or two with an
+    error that names the cause. A stream is sent again only if it fails before its first answer.
+
+    Args:
+        address: "host:port", "unix:path", or, for several servers, a target of gRPC: "dns:///host:port" for all
+            replicas behind a name, or "ipv4:ip:port,ip:port". Calls rotate over those that pass their health checks.
+        profile: name of the model's settings on the server; None selects the server's default profile.
+        timeout: maximum seconds per call, with all attempts; for a stream, maximum seconds per answer.
+        attempts: maximum number of attempts per call, 1 to 5; with 1, a call is sent once and waits for no server.
+        tls: certificates; None disables TLS.
+        token: bearer token sent with every call, or the path of a file that holds only the token and is reread when it
+            changes. Without tls, a token is sent only to servers on this machine.
+
+    Raises:
+        InvalidInputError: an argument is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        address: str = "localhost:50051",
+        *,
+        profile: str | None = None,
+        timeout: float = 30.0,
+        attempts: int = 4,
+        tls: Tls | None = None,
+        token: str | os.PathLike[str] | None = None,
+    ) -> None:
+        unchecked: Any = address, profile, timeout, attempts, tls, token
+        self.__setstate__(Options(*unchecked))
+
+    def with_options(self, *, profile: str | None = _KEEP, timeout: float = _KEEP) -> Self:
+        """Return a client with other options on the same channel; closing either client closes the channel for both.
+
+        Raises:
+            InvalidInputError: an option is of the wrong type or out of range.
+        """
+        options: dict[str, Any] = {"profile": profile, "timeout": timeout}
+        client = copy(self)
+        client._channels = self._channels
+        client._options = replace(self._options, **{name: x for name, x in options.items() if x is not _KEEP})
+        return client
+
+    def _open(
+        self, secure: Callable[..., Any], insecure: Callable[..., Any], loop: AbstractEventLoop | None = None
+    ) -> OpenChannel:
+        def connect() -> Any:
+            address, tls, options = self._options.address, self._options.tls, channel_options(self._options)
+            return insecure(address, options) if tls is None else secure(address, tls.credentials(), options)
+
+        return self._channels.get(connect, loop)
+
+    def _settings(self, opened: OpenChannel, *, waits: bool = True) -> dict[str, Any]:
+        token = self._options.token
+        return {
+            "metadata": () if token is None else (token.pair(),),
+            "wait_for_ready": waits and opened.answered and self._options.attempts > 1,
+        }
+
+    def __getstate__(self) -> Options:
+        return self._options
+
+    def __setstate__(self, options: Options) -> None:
+        self._options = options
+        self._channels = ProcessChannels()
+
+    def __repr__(self) -> str:
+        name, options = type(self).__name__, self._options
+        return f"{name}({options.address!r}, profile={options.profile!r}, timeout={options.timeout:g})"
+
+
 # The messages of grpc for a failed TLS handshake, and their causes.
 _UNTRUSTED = {
     "CERTIFICATE_VERIFY_FAILED": "tls.root_certificates: cannot verify the server's certificate",
@@ -155,23 +239,13 @@ def closed() -> ServiceError:
 
 
 def lost_status(error: grpc.RpcError) -> bool:
-    """Return whether grpc.aio lost the status of a stream, since it ended while a request was written.
-
-    See grpc/grpc#36066.
-    """
+    """Return whether grpc.aio lost the status of a stream that ended during a write (grpc/grpc#36066)."""
     failed: Any = error
     return bool(failed.code() is grpc.StatusCode.INTERNAL and failed.details() == "Internal error from Core")
 
 
 def failure(error: grpc.RpcError, path: str, options: Options, answered: bool) -> MmposError:
-    """Convert the error of a failed call or stream, from either kind of channel.
-
-    Args:
-        error: error of gRPC.
-        path: method that was called.
-        options: options of the client.
-        answered: whether a server has answered an earlier call.
-    """
+    """Convert the error of a failed call or stream; ``answered`` is whether a server has answered before."""
     failed: Any = error
     code, details, wait = failed.code(), failed.details() or "", _milliseconds(failed.trailing_metadata())
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

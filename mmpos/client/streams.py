@@ -9,7 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmpos.client import calls
-from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, BuildSettings, Built, Call, Errors, Method
+from mmpos.client.calls import STREAM_BUILD, STREAM_PLACE, Built, Errors, Rpc, ServiceCall
 from mmpos.errors import InvalidInputError, MmposError, ServiceError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.support.checks import one_of
 
@@ -36,9 +36,9 @@ class Stream(Generic[Q, T]):
 
     def __init__(
         self,
-        method: Method,
+        method: Rpc,
         name: str,
-        call: Callable[[Q, int], Call[T]],
+        call: Callable[[Q, int], ServiceCall[T]],
         refused: Callable[[Q, MmposError], T],
         errors: Errors,
         timeout: float,
@@ -113,14 +113,14 @@ def build_stream(
     options: Options, errors: Errors, scheme: str | Scheme | None, start: int, patches: bool
 ) -> Stream[Sequence[Sequence[object]], Built]:
     """Return a stream of batches of documents; see ``Client.stream_build`` for the arguments."""
-    settings = BuildSettings(options.profile, scheme, start, patches)
+    query = calls.settings(options.profile, scheme, start, patches)
 
     def refused(documents: Sequence[Sequence[object]], error: MmposError) -> Built:
         if not isinstance(documents, list | tuple):
             raise error
         return [error] * len(documents)
 
-    def call(documents: Sequence[Sequence[object]], number: int) -> Call[Built]:
-        return calls.build_batch(settings, documents, errors, number)
+    def call(documents: Sequence[Sequence[object]], number: int) -> ServiceCall[Built]:
+        return calls.build_batch(query, documents, errors, number)
 
     return Stream(STREAM_BUILD, "batches", call, refused, errors, options.timeout)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
 from mmpos.client import calls
-from mmpos.client.base import BaseClient
-from mmpos.client.calls import BuildSettings, Built, Call, Errors
-from mmpos.client.channel import OpenChannel, closed, failure
+from mmpos.client.calls import Built, Errors, ServiceCall
+from mmpos.client.channel import BaseClient, OpenChannel, closed, failure
 from mmpos.client.streams import Stream, build_stream, place_stream
 from mmpos.errors import MmposError, ServiceError
 
@@ -96,7 +94,7 @@ class Client(BaseClient):
         Returns:
             A new InterleavedSequence, with the same image hashes as a call in process.
         """
-        return self._ask(calls.build(BuildSettings(self._options.profile, scheme, start, patches), parts))
+        return self._ask(calls.build(calls.settings(self._options.profile, scheme, start, patches), parts))
 
     def build_batch(
         self,
@@ -120,8 +118,8 @@ class Client(BaseClient):
         Returns:
             One sequence or error per document.
         """
-        settings = BuildSettings(self._options.profile, scheme, start, patches)
-        return self._ask(calls.build_batch(settings, documents, errors))
+        query = calls.settings(self._options.profile, scheme, start, patches)
+        return self._ask(calls.build_batch(query, documents, errors))
 
     def cos_sin(
         self, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
@@ -232,25 +230,22 @@ class Client(BaseClient):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _opened(self) -> OpenChannel:
         return self._open(grpc.secure_channel, grpc.insecure_channel)
 
-    def _ask(self, call: Call[T], *, waits: bool = True) -> T:
-        opened, metadata = self._opened(), self._metadata()
+    def _ask(self, call: ServiceCall[T], *, waits: bool = True) -> T:
+        opened = self._opened()
+        settings = self._settings(opened, waits=waits)
         try:
-            raw = opened.method(call.path)(
-                call.data, timeout=self._options.timeout, metadata=metadata, wait_for_ready=waits and opened.answered
-            )
+            raw = opened.method(call.path)(call.data, self._options.timeout, **settings)
         except grpc.RpcError as error:
             raise failure(error, call.path, self._options, opened.answered) from None
         except ValueError:
             raise closed() from None
-        opened.answered = self._options.attempts > 1
+        opened.answered = True
         return call.read(raw)
 
     def _results(self, stream: Stream[Q, T], items: Iterable[Q]) -> Iterator[T]:
@@ -258,7 +253,8 @@ class Client(BaseClient):
         return self._streamed(stream, items)
 
     def _streamed(self, stream: Stream[Q, T], items: Iterable[Q]) -> Iterator[T]:
-        opened, metadata, failed, over = self._opened(), self._metadata(), [], threading.Event()
+        opened, failed, over = self._opened(), [], threading.Event()
+        settings = self._settings(opened)
 
         def requests() -> Iterator[bytes]:
             try:
@@ -274,15 +270,14 @@ class Client(BaseClient):
             call.cancel()
 
         try:
-            method = opened.channel.stream_stream(stream.method.path)
-            call = method(requests(), metadata=metadata, wait_for_ready=opened.answered)
+            call = opened.channel.stream_stream(stream.method.path)(requests(), **settings)
         except ValueError:
             raise closed() from None
         threading.Thread(target=watch, name="mmpos-stream", daemon=True).start()
         try:
             stream.wait()
             for raw in call:
-                opened.answered = self._options.attempts > 1
+                opened.answered = True
                 yield stream.result(raw)
                 stream.wait()
         except grpc.RpcError as error:

@@ -30,7 +30,7 @@ from waiting import eventually
 import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
-from mmpos.client.calls import BuildSettings, build, build_batch
+from mmpos.client.calls import build, build_batch, settings
 from mmpos.client.channel import OpenChannel, channel_options
 from mmpos.client.options import Options
 from mmpos.errors import (
@@ -134,10 +134,10 @@ def test_with_options_reuses_the_channel_and_checks_its_arguments() -> None:
 
 def test_parts_after_a_refused_part_are_not_sent() -> None:
     documents: list[list[Any]] = [["b", 3.5, b"x" * 1000], [3.5, b"x" * 1000], ["a"]]
-    settings = BuildSettings(None, None, 0, True)
-    assert len(build_batch(settings, documents, "return").data) < 100
+    query = settings(None, None, 0, True)
+    assert len(build_batch(query, documents, "return").data) < 100
     with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # before the call
-        build(settings, documents[1])
+        build(query, documents[1])
 
 
 def test_rotations_that_a_service_cannot_compute_are_refused(server: str) -> None:
@@ -221,9 +221,9 @@ def test_a_call_waits_as_long_as_an_overloaded_server_asks_for() -> None:
 
 def test_a_server_that_stays_overloaded_is_reported_with_its_retry_time() -> None:
     handler, count = aborting(*[pushback(250)] * 9)
-    with serving(Fake(handler)) as address, Client(address, attempts=2) as client:
-        with pytest.raises(ServiceOverloadedError, match=r"^busy$") as caught:
-            client.place(SEGMENTS)
+    busy = pytest.raises(ServiceOverloadedError, match=r"^busy$")
+    with serving(Fake(handler)) as address, Client(address, attempts=2) as client, busy as caught:
+        client.place(SEGMENTS)
     assert (caught.value.retry_after, count) == (0.25, [2])
 
 

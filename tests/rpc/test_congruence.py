@@ -402,7 +402,7 @@ def test_profiles_describe_row_separators_and_count_them_as_tokens(ask: Both) ->
     results = [(profile.begin_token_id, profile.end_token_id, [*profile.placeholders.rows]) for profile in profiles]
     marked: tuple[int, int, list[int]] = (256, 257, [])
     assert results == [marked, marked, (256, 257, [300, 300]), (-1, -1, [300, 301]), marked]
-    assert [profile.placeholders.audio is None for profile in profiles] == [True] * 4 + [False]
+    assert [profile.placeholders.HasField("audio") for profile in profiles] == [False] * 4 + [True]
     with pytest.raises(LimitExceededError, match="tokens: got 199998, want at most 100000 in one request"):
         ask("build", [Grid(99_999, 1)], profile="breaks")
     with pytest.raises(LimitExceededError, match="tokens: got 100200, want at most 100000 in one request"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -22,6 +24,7 @@ Q = TypeVar("Q")
 T = TypeVar("T")
 
 
+@dataclass
 class Stream(Generic[Q, T]):
     """The items of a stream in order, from their requests to their results.
 
@@ -29,41 +32,40 @@ class Stream(Generic[Q, T]):
         method: method of the stream.
         name: name of the argument that holds the items.
         call: function that returns the call for an item with this number.
-        refused: function that turns the error of an item into its result.
-        errors: "raise" raises the error of an item; "return" returns its result from ``refused``.
+        refused: function that turns the error of an item into its result, unless ``errors`` is "raise".
+        errors: "raise" or "return".
         timeout: seconds that an answer may take while the caller waits for it.
     """
 
-    def __init__(
-        self,
-        method: Rpc,
-        name: str,
-        call: Callable[[Q, int], ServiceCall[T]],
-        refused: Callable[[Q, MmposError], T],
-        errors: Errors,
-        timeout: float,
-    ) -> None:
-        self.method, self._name, self._call, self._timeout = method, name, call, timeout
-        self._refused = refused if one_of("errors", errors, ("raise", "return")) == "return" else None
+    method: Rpc
+    name: str
+    call: Callable[[Q, int], ServiceCall[T]]
+    refused: Callable[[Q, MmposError], T]
+    errors: Errors
+    timeout: float
+    sent: int = field(default=0, init=False)
+    answered: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        one_of("errors", self.errors, ("raise", "return"))
         self._unanswered: deque[tuple[Q, Callable[[bytes], T]]] = deque()
-        self._sent = self.answered = 0
         self._since, self._waiting, self._late = 0.0, False, False
 
     def check(self, items: object, *kinds: type) -> None:
         """Check that the items are of one of these kinds."""
         if not isinstance(items, kinds):
-            raise InvalidInputError(f"{self._name}: got {type(items).__name__}, want an iterable")
+            raise InvalidInputError(f"{self.name}: got {type(items).__name__}, want an iterable")
 
     def request(self, item: Q) -> bytes:
         """Return the request for the next item; for one that cannot be sent, a request that the server refuses."""
         try:
-            call = self._call(item, self._sent)
+            call = self.call(item, self.sent)
         except MmposError as error:
-            call = calls.refused(self.method, self._sent, error)
+            call = calls.refused(self.method, self.sent, error)
         if not self._unanswered:
             self._since = monotonic()
         self._unanswered.append((item, call.read))
-        self._sent += 1
+        self.sent += 1
         return call.data
 
     def wait(self) -> None:
@@ -80,22 +82,23 @@ class Stream(Generic[Q, T]):
         try:
             return read(raw)
         except MmposError as error:
-            if self._refused is None:
+            if self.errors == "raise":
                 raise
-            return self._refused(item, error)
+            return self.refused(item, error)
 
     def left(self) -> float:
         """Return the seconds that are left for the answer that the caller waits for."""
         waited = monotonic() - self._since if self._waiting and self._unanswered else 0.0
-        self._late = waited >= self._timeout
-        return self._timeout - waited
+        self._late = waited >= self.timeout
+        return self.timeout - waited
 
     def broken(self, error: MmposError) -> MmposError:
         """Return the error of the broken stream, which names the first unanswered item."""
-        kind, message = type(error), str(error)
         if self._late:
-            kind, message = ServiceTimeoutError, f"timeout: got no answer within {self._timeout:g} s"
-        return kind(f"{self._name}[{self.answered}]: {message}")
+            error = ServiceTimeoutError(f"timeout: got no answer within {self.timeout:g} s")
+        named = copy(error)  # an overloaded server's retry time is kept
+        named.args = (f"{self.name}[{self.answered}]: {error}",)
+        return named
 
     def end(self) -> None:
         """Check that no item is unanswered when the server has ended the stream."""

@@ -17,7 +17,13 @@ from results import assert_equal
 
 from mmpos import Grid, SegmentTable, SequenceBuilder, Text
 from mmpos.client import AsyncClient, Client, PositionsQuery
-from mmpos.errors import InvalidInputError, ServiceError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.errors import (
+    InvalidInputError,
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+)
 from mmpos.images import ImageProcessor
 from mmpos.rpc.v1 import positions_pb2 as pb
 
@@ -185,6 +191,18 @@ def test_a_stream_that_fails_before_its_first_answer_is_sent_again(kind: str) ->
     with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=2) as client:
         assert failure(lambda: list(client.stream(numbered(3)))) == (ServiceUnavailableError, "queries[0]: gone")
     assert answered == [0, 0]
+
+
+def test_a_stream_refused_by_an_overloaded_server_keeps_its_retry_time(kind: str) -> None:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
+        context.set_trailing_metadata((("grpc-retry-pushback-ms", "250"),))
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
+        yield pb.StreamPlaceResponse()
+
+    with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=1) as client:
+        with pytest.raises(ServiceOverloadedError, match=r"^queries\[0\]: busy$") as caught:
+            list(client.stream(numbered(1)))
+    assert caught.value.retry_after == 0.25
 
 
 def test_a_stream_that_the_server_ends_too_early_names_its_first_unanswered_item(kind: str) -> None:

@@ -199,9 +199,9 @@ def test_a_stream_refused_by_an_overloaded_server_keeps_its_retry_time(kind: str
         context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
         yield pb.StreamPlaceResponse()
 
-    with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=1) as client:
-        with pytest.raises(ServiceOverloadedError, match=r"^queries\[0\]: busy$") as caught:
-            list(client.stream(numbered(1)))
+    busy = pytest.raises(ServiceOverloadedError, match=r"^queries\[0\]: busy$")
+    with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=1) as client, busy as caught:
+        list(client.stream(numbered(1)))
     assert caught.value.retry_after == 0.25
 
 

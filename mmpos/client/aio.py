@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -163,15 +164,21 @@ class AsyncClient(BaseClient):
     async def _streamed(self, stream: Stream[Q, T], items: AsyncIterable[Q]) -> AsyncIterator[T]:
         opened = self._opened()
 
-        def start() -> Any:
-            return opened.channel.stream_stream(stream.method.path)(**self._settings(opened))
+        def start(timeout: float | None = None) -> Any:
+            method = opened.channel.stream_stream(stream.method.path)
+            return method(timeout=timeout, **self._settings(opened))
 
         async def send() -> None:
             try:
                 async for item in items:
-                    await call.write(stream.request(item))
-            except (grpc.RpcError, asyncio.InvalidStateError):
-                return  # the reader raises the status
+                    request = stream.request(item)
+                    if call.done():
+                        return  # the reader raises the status, here and below
+                    with suppress(grpc.RpcError, asyncio.InvalidStateError):
+                        await call.write(request)
+                stream.exhausted = True
+            except Exception as error:  # the stream raises it at its end
+                stream.failed = error
             finally:
                 await call.done_writing()
 
@@ -181,7 +188,7 @@ class AsyncClient(BaseClient):
             call.cancel()
 
         call = start()
-        tasks = sending, watching = asyncio.ensure_future(send()), asyncio.ensure_future(watch())
+        tasks = asyncio.ensure_future(send()), asyncio.ensure_future(watch())
         try:
             stream.wait()
             async for raw in call:
@@ -190,19 +197,17 @@ class AsyncClient(BaseClient):
                 stream.wait()
         except grpc.RpcError as error:
             if stream.answered == 0 and lost_status(error):
-                error = await _status(start()) or error
+                error = await _status(start(self._options.timeout)) or error
             raise stream.broken(failure(error, stream.method.path, self._options, opened.answered)) from None
         except asyncio.CancelledError:
             if _being_cancelled():
                 raise
             raise stream.broken(closed()) from None
         finally:
-            watching.cancel()
-            if not call.done():
-                sending.cancel()
-                call.cancel()
+            call.cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.wait(tasks)
-        sending.result()  # raises the error of the source
         stream.end()
 
 

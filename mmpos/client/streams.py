@@ -45,6 +45,8 @@ class Stream(Generic[Q, T]):
     timeout: float
     sent: int = field(default=0, init=False)
     answered: int = field(default=0, init=False)
+    exhausted: bool = field(default=False, init=False)
+    failed: Exception | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         one_of("errors", self.errors, ("raise", "return"))
@@ -101,8 +103,10 @@ class Stream(Generic[Q, T]):
         return named
 
     def end(self) -> None:
-        """Check that no item is unanswered when the server has ended the stream."""
-        if self._unanswered:
+        """Raise the error of the source, or check that all items have been sent and answered."""
+        if self.failed is not None:
+            raise self.failed
+        if self._unanswered or not self.exhausted:
             raise self.broken(ServiceUnavailableError("the server ended the stream"))
 
 

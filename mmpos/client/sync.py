@@ -253,15 +253,16 @@ class Client(BaseClient):
         return self._streamed(stream, items)
 
     def _streamed(self, stream: Stream[Q, T], items: Iterable[Q]) -> Iterator[T]:
-        opened, failed, over = self._opened(), [], threading.Event()
+        opened, over = self._opened(), threading.Event()
         settings = self._settings(opened)
 
         def requests() -> Iterator[bytes]:
             try:
                 for item in items:
                     yield stream.request(item)
-            except Exception as error:  # gRPC would only log it
-                failed.append(error)
+                stream.exhausted = True
+            except Exception as error:  # the stream raises it at its end
+                stream.failed = error
 
         def watch() -> None:
             while (left := stream.left()) > 0:
@@ -285,6 +286,4 @@ class Client(BaseClient):
         finally:
             over.set()
             call.cancel()
-        if failed:
-            raise failed[0]
         stream.end()

@@ -117,13 +117,16 @@ def test_an_endless_source_is_read_no_further_than_the_server_accepts(kind: str,
     assert next(numbers) == read + 1  # nothing reads the source after its stream was closed
 
 
-def test_an_error_of_the_source_is_raised_after_the_results_before_it(kind: str, server: str) -> None:
+@pytest.mark.parametrize("error", [KeyError, grpc.RpcError])
+def test_an_error_of_the_source_is_raised_after_the_results_before_it(
+    kind: str, server: str, error: type[Exception]
+) -> None:
     def broken() -> Iterator[PositionsQuery]:
         yield from numbered(3)
-        raise KeyError("mine")
+        raise error("mine")
 
     results: list[object] = []
-    with open_client(kind, server) as client, pytest.raises(KeyError, match="mine"):
+    with open_client(kind, server) as client, pytest.raises(error, match="mine"):
         results.extend(client.stream(broken()))  # keeps those before the error
     assert_equal(results, [query.run() for query in numbered(3)])
 
@@ -215,6 +218,29 @@ def test_a_stream_that_the_server_ends_too_early_names_its_first_unanswered_item
         error, words = failure(lambda: list(client.stream(numbered(6))))
     assert error is ServiceUnavailableError
     assert words in [f"queries[2]: {reason}" for reason in ("the server ended the stream", BROKE)]
+
+
+@pytest.mark.parametrize("reason", ["gone", "the server ended the stream"])
+def test_a_stream_that_ends_while_its_source_waits_raises_at_once(kind: str, reason: str) -> None:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
+        yield next(echo_stream(requests, context))
+        if reason == "gone":
+            context.abort(*UNAVAILABLE[:2])
+
+    over = threading.Event()
+
+    def waiting() -> Iterator[PositionsQuery]:
+        yield from numbered(1)
+        over.wait(60)
+
+    async def waiting_async() -> AsyncIterator[PositionsQuery]:
+        yield numbered(1)[0]
+        await asyncio.sleep(3600)
+
+    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
+        source = waiting() if kind == "sync" else waiting_async()
+        assert failure(lambda: list(client.stream(source))) == (ServiceUnavailableError, f"queries[1]: {reason}")
+        over.set()
 
 
 @pytest.mark.parametrize(

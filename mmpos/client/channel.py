@@ -200,7 +200,7 @@ class BaseClient:
     def _settings(self, opened: OpenChannel, *, waits: bool = True) -> dict[str, Any]:
         token = self._options.token
         return {
-            "metadata": () if token is None else (token.pair(),),
+            "metadata": None if token is None else (token.pair(),),
             "wait_for_ready": waits and opened.answered and self._options.attempts > 1,
         }
 

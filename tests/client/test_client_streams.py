@@ -199,8 +199,7 @@ def test_a_stream_that_fails_before_its_first_answer_is_sent_again(kind: str) ->
 def test_a_stream_refused_by_an_overloaded_server_keeps_its_retry_time(kind: str) -> None:
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         context.set_trailing_metadata((("grpc-retry-pushback-ms", "250"),))
-        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
-        yield pb.StreamPlaceResponse()
+        yield context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
 
     busy = pytest.raises(ServiceOverloadedError, match=r"^queries\[0\]: busy$")
     with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=1) as client, busy as caught:

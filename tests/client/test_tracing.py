@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from clients import open_client
@@ -26,7 +27,8 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    instrumentors = GrpcInstrumentorClient(), GrpcAioInstrumentorClient()
+    kinds: list[Any] = [GrpcInstrumentorClient, GrpcAioInstrumentorClient]
+    instrumentors = [kind() for kind in kinds]
     for instrumentor in instrumentors:
         instrumentor.instrument()
     yield exporter

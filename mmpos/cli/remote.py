@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,10 +60,7 @@ class Connection:
     """The options for the connection to a server."""
 
     server: Annotated[
-        str,
-        typer.Option(
-            "--server", metavar="HOST:PORT", help="The server, or unix:PATH; several are separated by commas."
-        ),
+        str, typer.Option("--server", metavar="HOST:PORT", help="The server; also unix:PATH or dns:///HOST:PORT.")
     ] = "localhost:50051"
     token_file: Annotated[Path | None, _file("File with only the client's token.")] = None
     tls_ca: Annotated[Path | None, _file("Trusted certificates, PEM; without the three TLS files, no TLS.")] = None
@@ -76,11 +73,10 @@ class Connection:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC prints a line for each failed handshake
         from mmpos.client import Client, Tls
 
-        addresses, files = self.server.split(","), (self.tls_ca, self.tls_cert, self.tls_key)
-        where = addresses if len(addresses) > 1 else self.server
+        files = self.tls_ca, self.tls_cert, self.tls_key
         tls = Tls(*files) if any(files) else None
         try:
-            with Client(where, profile=profile, timeout=timeout, tls=tls, token=self.token_file) as client:
+            with Client(self.server, profile=profile, timeout=timeout, tls=tls, token=self.token_file) as client:
                 yield client
         except ServiceUnavailableError as error:
             said = _problem(str(error)).removeprefix(f"{self.server}: ")
@@ -117,14 +113,15 @@ def info(connection: Connection, timeout: Timeout = 5.0) -> None:
     profiles = report.new_table("profile", "scheme", "begin id", "end id", "patch id", "row id", "patch size", "merge")
     for profile in description.profiles:
         tokens = profile.placeholders
-        row = "-" if tokens.rows is None else tokens.rows[0]
-        ids = (profile.begin_token_id, profile.end_token_id, tokens.image, row)
+        row = tokens.rows[0] if tokens.rows else "-"
+        markers = (None if token_id < 0 else token_id for token_id in (profile.begin_token_id, profile.end_token_id))
+        ids = (*markers, tokens.image if tokens.HasField("image") else None, row)
         sizes = (profile.patch_size, profile.spatial_merge_size)
         profiles.add_row(profile.name, profile.scheme, *map(str, (*ids, *sizes)))
     report.show(out, profiles)
     limits = report.new_table("limit of a request", "at most", right=("at most",))
-    for name, value in asdict(description.limits).items():
-        limits.add_row(name, f"{value:,}")
+    for field, value in description.limits.ListFields():
+        limits.add_row(field.name, f"{value:,}")
     out.print()
     report.show(out, limits)
 

@@ -4,7 +4,6 @@ from mmpos.support.extras import needed_for
 
 with needed_for("mmpos.client", extra="client"):
     from mmpos.client.aio import AsyncClient
-    from mmpos.client.info import LimitsInfo, ProfileInfo, SchemeInfo, ServerInfo
     from mmpos.client.options import Tls
     from mmpos.client.sync import Client
     from mmpos.rpc.queries import (
@@ -27,13 +26,9 @@ __all__ = [
     "Decode",
     "Dense",
     "InputIds",
-    "LimitsInfo",
     "Pad",
     "PositionsQuery",
     "PositionsResult",
-    "ProfileInfo",
-    "SchemeInfo",
-    "ServerInfo",
     "Shard",
     "Spans",
     "Take",

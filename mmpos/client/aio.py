@@ -3,69 +3,118 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from mmpos.client import calls, streams
-from mmpos.client.base import BaseClient
-from mmpos.client.calls import BuildSettings, Built, Errors, Maker, P, Rpc, ServiceCall, T, documented
-from mmpos.client.channel import OpenChannel, closed, error_of, unreadable
-from mmpos.client.streams import Answer, Stream, TaskLink, Unanswered, task_results
-from mmpos.errors import InvalidInputError, MmposError
+from mmpos.client import calls
+from mmpos.client.calls import Built, Errors, ServiceCall
+from mmpos.client.channel import BaseClient, OpenChannel, closed, failure, lost_status
+from mmpos.client.streams import Stream, build_stream, place_stream
+from mmpos.errors import MmposError, ServiceError
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from mmpos.rpc.queries import PositionsQuery, PositionsResult
+    import numpy.typing as npt
+    import torch
+
+    from mmpos.positions.table import PositionTable
+    from mmpos.rotary.apply import Layout, TableLayout
+    from mmpos.rotary.config import Rotary
+    from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
+    from mmpos.rpc.v1.info_pb2 import GetInfoResponse
     from mmpos.schemes import Scheme
+    from mmpos.segments.table import SegmentTable
+    from mmpos.sequence.builder import InterleavedSequence
 
 Q = TypeVar("Q")
+T = TypeVar("T")
 
 
-def _awaited(maker: Maker[P, T]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """Return the coroutine method that sends a call."""
+class AsyncClient(BaseClient):
+    """Asynchronous client for an mmpos service: the methods of ``Client`` as coroutines. See BaseClient.
 
-    async def method(client: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
-        return await client._ask(maker(client._options.profile, *args, **options))
-
-    return documented(method, maker)
-
-
-class AsyncClient(BaseClient[grpc.aio.Channel]):
-    """Asynchronous client for an mmpos service. See BaseClient for the arguments.
-
-    >>> AsyncClient(["replica-0:50051", "replica-1:50051"])
-    AsyncClient(['replica-0:50051', 'replica-1:50051'], profile=None, timeout=30)
+    >>> AsyncClient("dns:///replicas:50051")
+    AsyncClient('dns:///replicas:50051', profile=None, timeout=30)
     """
 
-    place = _awaited(calls.place)
-    query = _awaited(calls.query)
-    build = _awaited(calls.build)
-    build_batch = _awaited(calls.build_batch)
-    cos_sin = _awaited(calls.cos_sin)
-    angles = _awaited(calls.angles)
-    apply_rotary = _awaited(calls.apply_rotary)
-    info = _awaited(calls.info)
-    healthy = _awaited(calls.healthy)
+    async def place(
+        self,
+        segments: SegmentTable | Spans | InputIds,
+        scheme: str | Scheme | None = None,
+        start: npt.ArrayLike = 0,
+        strict: bool | None = None,
+        *,
+        views: Sequence[View] = (),
+    ) -> PositionTable:
+        """Place documents; see ``Client.place``."""
+        return await self._ask(calls.place(self._options.profile, segments, scheme, start, strict, views))
+
+    async def query(self, query: PositionsQuery) -> PositionsResult:
+        """Run a query on the server; see ``Client.query``."""
+        return await self._ask(calls.query(self._options.profile, query))
+
+    async def build(
+        self, parts: Sequence[object], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
+    ) -> InterleavedSequence:
+        """Build a sequence from parts; see ``Client.build``."""
+        return await self._ask(calls.build(calls.settings(self._options.profile, scheme, start, patches), parts))
+
+    async def build_batch(
+        self,
+        documents: Sequence[Sequence[object]],
+        errors: Errors = "raise",
+        *,
+        scheme: str | Scheme | None = None,
+        start: int = 0,
+        patches: bool = True,
+    ) -> Built:
+        """Build the sequences of several documents in one call; see ``Client.build_batch``."""
+        query = calls.settings(self._options.profile, scheme, start, patches)
+        return await self._ask(calls.build_batch(query, documents, errors))
+
+    async def cos_sin(
+        self, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """Compute cos and sin of all tokens; see ``Client.cos_sin``."""
+        return await self._ask(calls.cos_sin(self._options.profile, rotary, positions, layout))
+
+    async def angles(self, rotary: Rotary | None, positions: PositionTable | torch.Tensor) -> torch.Tensor:
+        """Compute exact angles; see ``Client.angles``."""
+        return await self._ask(calls.angles(self._options.profile, rotary, positions))
+
+    async def apply_rotary(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        positions: PositionTable | torch.Tensor,
+        rotary: Rotary | None,
+        *,
+        layout: Layout | None = None,
+        conjugate: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rotate q and k on the server; see ``Client.apply_rotary``."""
+        return await self._ask(calls.apply_rotary(self._options.profile, q, k, positions, rotary, layout, conjugate))
+
+    async def info(self) -> GetInfoResponse:
+        """Get the version, schemes, limits and profiles of the server; see ``Client.info``."""
+        return await self._ask(calls.info())
+
+    async def healthy(self) -> bool:
+        """Return whether the server reports that it is serving; False if no server answers."""
+        try:
+            return await self._ask(calls.healthy(), waits=False)
+        except ServiceError:
+            return False
 
     def stream(
         self, queries: Iterable[PositionsQuery] | AsyncIterable[PositionsQuery], *, errors: Errors = "raise"
     ) -> AsyncIterator[PositionsResult | MmposError]:
-        """Send queries and yield their results in order; see ``Client.stream``.
-
-        Args:
-            queries: queries for ``query``, from an iterable or an async iterable.
-            errors: see ``Client.stream``.
-
-        Raises:
-            MmposError: see ``query``; raised while iterating.
-            ServiceError: the server did not answer; raised while iterating.
-        """
-        return self._stream(streams.stream(self._options.profile, errors), queries, "queries")
+        """Send queries, from an iterable or an async iterable, and yield results in order; see ``Client.stream``."""
+        return self._results(place_stream(self._options, errors), queries)
 
     def stream_build(
         self,
@@ -76,24 +125,8 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
         start: int = 0,
         patches: bool = True,
     ) -> AsyncIterator[Built]:
-        """Send batches and yield their sequences in order; see ``Client.stream_build``.
-
-        Args:
-            batches: documents of each batch for ``build_batch``, from an iterable or an async iterable.
-            errors: see ``Client.stream_build``.
-            scheme: see ``build``.
-            start: see ``build``.
-            patches: see ``build``.
-
-        Raises:
-            MmposError: see ``build_batch``; raised while iterating.
-            ServiceError: the server did not answer; raised while iterating.
-        """
-        return self._stream(
-            streams.stream_build(BuildSettings(self._options.profile, scheme, start, patches), errors),
-            batches,
-            "batches",
-        )
+        """Send batches, from an iterable or an async iterable, and yield sequences; see ``Client.stream_build``."""
+        return self._results(build_stream(self._options, errors, scheme, start, patches), batches)
 
     async def close(self) -> None:
         """Close the channel of this event loop; running calls and streams fail, and a later call opens a new one."""
@@ -104,56 +137,94 @@ class AsyncClient(BaseClient[grpc.aio.Channel]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _connection(self) -> OpenChannel[grpc.aio.Channel]:
-        self._channels.forget_closed_loops()
-        # No other task runs between the check and the call that opens a channel, so no channel is opened twice.
-        return self._channels.get(
-            lambda: self._connect(grpc.aio.secure_channel, grpc.aio.insecure_channel),
-            lambda channel: None,
-            asyncio.get_running_loop(),
-        )
+    def _opened(self) -> OpenChannel:
+        return self._open(grpc.aio.secure_channel, grpc.aio.insecure_channel, asyncio.get_running_loop())
 
-    async def _ask(self, call: ServiceCall[T]) -> T:
-        request = call.request()
-        send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        send = self._connection().method(call.method.path)
-        patience = self._reach.patience(self._options.timeout)
-        while True:
-            try:
-                raw = await send(request.data, timeout=patience.left, metadata=self._metadata())
-                break
-            except grpc.RpcError as error:
-                failed = error_of(error)
-            except asyncio.CancelledError:
-                if _being_cancelled():
-                    raise
-                failed = closed()
-            pause = patience.pause(failed) if call.waits else None
-            if pause is None:
-                return call.refused(self._reach.explained(failed))
-            await asyncio.sleep(pause)
-        self._reach.answered()
+    async def _ask(self, call: ServiceCall[T], *, waits: bool = True) -> T:
+        opened = self._opened()
+        settings = self._settings(opened, waits=waits)
         try:
-            answer = request.parse(raw)
-        except DecodeError:
-            return call.refused(unreadable())
-        return request.read(answer)
+            raw = await opened.method(call.path)(call.data, timeout=self._options.timeout, **settings)
+        except grpc.RpcError as error:
+            raise failure(error, call.path, self._options, opened.answered) from None
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            raise closed() from None
+        opened.answered = True
+        return call.read(raw)
 
-    def _stream(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q], name: str) -> AsyncIterator[T]:
-        if not isinstance(items, Iterable | AsyncIterable):
-            raise InvalidInputError(f"{name}: got {type(items).__name__}, want an iterable")
-        unanswered = Unanswered(stream, self._options.timeout, self._destination.attempts, self._reach)
-        return task_results(unanswered, items, lambda: self._link(stream.method), self._options.timeout)
+    def _results(self, stream: Stream[Q, T], items: Iterable[Q] | AsyncIterable[Q]) -> AsyncIterator[T]:
+        stream.check(items, Iterable, AsyncIterable)
+        return self._streamed(stream, items if isinstance(items, AsyncIterable) else _each(items))
 
-    def _link(self, method: Rpc[Answer]) -> TaskLink:
-        return TaskLink(
-            self._connection().channel.stream_stream(method.path, None, method.response.FromString), self._metadata()
-        )
+    async def _streamed(self, stream: Stream[Q, T], items: AsyncIterable[Q]) -> AsyncIterator[T]:
+        opened = self._opened()
+
+        def start(timeout: float | None = None) -> Any:
+            method = opened.channel.stream_stream(stream.method.path)
+            return method(timeout=timeout, **self._settings(opened))
+
+        async def send() -> None:
+            try:
+                async for item in items:
+                    request = stream.request(item)
+                    if call.done():
+                        return  # the reader raises the status, here and below
+                    with suppress(grpc.RpcError, asyncio.InvalidStateError):
+                        await call.write(request)
+                stream.exhausted = True
+            except Exception as error:  # the stream raises it at its end
+                stream.failed = error
+            finally:
+                await call.done_writing()
+
+        async def watch() -> None:
+            while (left := stream.left()) > 0:
+                await asyncio.sleep(left)
+            call.cancel()
+
+        call = start()
+        tasks = asyncio.ensure_future(send()), asyncio.ensure_future(watch())
+        try:
+            stream.wait()
+            async for raw in call:
+                opened.answered = True
+                yield stream.result(raw)
+                stream.wait()
+        except grpc.RpcError as error:
+            if stream.answered == 0 and lost_status(error):
+                error = await _status(start(self._options.timeout)) or error
+            raise stream.broken(failure(error, stream.method.path, self._options, opened.answered)) from None
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            raise stream.broken(closed()) from None
+        finally:
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        stream.end()
+
+
+async def _status(call: Any) -> grpc.RpcError | None:
+    """Return why the server refuses a stream, even one without items, or None if it does not."""
+    try:
+        await call.done_writing()
+        async for _ in call:
+            pass
+    except grpc.RpcError as error:
+        return error
+    return None
+
+
+async def _each(items: Iterable[Q]) -> AsyncIterator[Q]:
+    for item in items:
+        yield item
 
 
 def _being_cancelled() -> bool:

@@ -1,27 +1,25 @@
-"""The calls of both clients as data, each defined once: arguments, and how to fill the request and read the response.
+"""The calls of both clients: each function checks the arguments, fills the request, and knows how to read the answer.
 
-``Client`` sends a call and waits; ``AsyncClient`` sends it and awaits the answer.
+``Client`` sends a call and waits; ``AsyncClient`` sends it and awaits the answer. An item of a stream is the same call
+with a number.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from google.protobuf.message import EncodeError, Message
+from google.protobuf.message import DecodeError, EncodeError, Message
 
-from mmpos.client.info import ServerInfo, get_info
 from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, ServiceError, UnsupportedError
 from mmpos.rotary.config import Rotary
 from mmpos.rpc.beside import Beside
 from mmpos.rpc.errors import get_error
-from mmpos.rpc.positions import get_result, put_query, put_scheme
-from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
+from mmpos.rpc.positions import get_result, get_table, put_query, put_scheme
+from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans
 from mmpos.rpc.rotary import put_rotary, put_rotary_positions
 from mmpos.rpc.sequences import Sent, get_sequence, put_parts
 from mmpos.rpc.tensors import get_torch, put_tensor
@@ -31,7 +29,6 @@ from mmpos.support.checks import boolean, integer, naming, one_of
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import torch
 
     from mmpos.positions.table import PositionTable
@@ -39,123 +36,98 @@ if TYPE_CHECKING:
     from mmpos.schemes import Scheme
     from mmpos.sequence.builder import InterleavedSequence
 
-F = TypeVar("F", bound=Callable[..., Any])
-P = ParamSpec("P")
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-R_co = TypeVar("R_co", bound=Message, covariant=True)
 
 Errors = Literal["raise", "return"]
 
 Built = list["InterleavedSequence | MmposError"]
 
 Read = Callable[[Any], T]
-"""Function that returns the result of a response, or raises its error."""
+"""Function that returns the result of a parsed answer, or raises its error."""
 
 
-@dataclass(frozen=True)
-class Rpc(Generic[R_co]):
-    """A method of the service.
+class ServiceCall(NamedTuple, Generic[T]):
+    """A call that is ready to be sent.
 
     Args:
         path: full name of the method.
-        request: function that creates an empty request.
-        response: type of the responses.
+        data: the serialized request.
+        read: function that returns the result of the serialized answer, or raises its error.
     """
 
     path: str
-    request: Callable[..., Message]
-    response: type[R_co]
-
-
-PLACE = Rpc("/mmpos.rpc.v1.PositionService/Place", positions_pb2.PlaceRequest, positions_pb2.PlaceResponse)
-STREAM_PLACE = Rpc(
-    "/mmpos.rpc.v1.PositionService/StreamPlace",
-    positions_pb2.StreamPlaceRequest,
-    positions_pb2.StreamPlaceResponse,
-)
-BUILD = Rpc("/mmpos.rpc.v1.SequenceService/Build", sequences_pb2.BuildRequest, sequences_pb2.BuildResponse)
-STREAM_BUILD = Rpc(
-    "/mmpos.rpc.v1.SequenceService/StreamBuild",
-    sequences_pb2.StreamBuildRequest,
-    sequences_pb2.StreamBuildResponse,
-)
-COS_SIN = Rpc("/mmpos.rpc.v1.RotaryService/CosSin", rotary_pb2.CosSinRequest, rotary_pb2.CosSinResponse)
-ROTATE = Rpc("/mmpos.rpc.v1.RotaryService/Rotate", rotary_pb2.RotateRequest, rotary_pb2.RotateResponse)
-GET_INFO = Rpc("/mmpos.rpc.v1.InfoService/GetInfo", info_pb2.GetInfoRequest, info_pb2.GetInfoResponse)
-
-
-def _raise(error: MmposError) -> NoReturn:
-    raise error
-
-
-@dataclass(frozen=True)
-class Prepared(Generic[T_co]):
-    """A request that is ready to be sent.
-
-    Args:
-        data: the serialized request.
-        parse: function that parses the response.
-        read: function that reads the parsed response.
-    """
-
     data: bytes
-    parse: Callable[[bytes], Message]
-    read: Read[T_co]
+    read: Callable[[bytes], T]
 
 
-@dataclass(frozen=True)
-class ServiceCall(Generic[T_co]):
-    """A call that fills a new request for each attempt.
+class Rpc(NamedTuple):
+    """A method of the service: its full name, and the types of its messages."""
 
-    Args:
-        method: method to call; its streaming variant accepts the same call as an item.
-        put: function that fills a request and returns the function that reads the response; large tensors are kept
-            outside the message.
-        refused: function that turns an error of the whole call into a result.
-        waits: whether the call waits for a server that has disappeared.
+    path: str
+    request: type[Message]
+    response: type[Message]
+
+
+def _method(service: str, name: str, messages: Any) -> Rpc:
+    path = f"/mmpos.rpc.v1.{service}Service/{name}"
+    return Rpc(path, getattr(messages, f"{name}Request"), getattr(messages, f"{name}Response"))
+
+
+PLACE, STREAM_PLACE = (_method("Position", name, positions_pb2) for name in ("Place", "StreamPlace"))
+BUILD, STREAM_BUILD = (_method("Sequence", name, sequences_pb2) for name in ("Build", "StreamBuild"))
+COS_SIN, ROTATE = (_method("Rotary", name, rotary_pb2) for name in ("CosSin", "Rotate"))
+GET_INFO = _method("Info", "GetInfo", info_pb2)
+
+
+def _call(method: Rpc, fill: Callable[[Any, Beside], Read[T]], item: int | None = None) -> ServiceCall[T]:
+    """Return a call, or that item of a stream.
+
+    ``fill`` fills the request and returns the function that reads the answer; large tensors are kept outside both.
+
+    Raises:
+        MmposError: an argument cannot be sent.
+        LimitExceededError: the request has 2 GiB or more.
     """
+    request, beside = method.request(), Beside()
+    if item is not None:
+        request.id = item  # type: ignore[attr-defined]
+    parsed = fill(request, beside)
+    try:
+        data = beside.serialize(request)
+    except (EncodeError, ValueError) as error:
+        size = request.ByteSize() + beside.size
+        raise LimitExceededError(f"request: got {size} bytes, want less than 2 GiB ({error})") from None
 
-    method: Rpc[Message]
-    put: Callable[[Any, Beside], Read[T_co]]
-    refused: Callable[[MmposError], T_co] = _raise
-    waits: bool = True
-
-    def request(self, message: Message | None = None) -> Prepared[T_co]:
-        """Create the request.
-
-        Args:
-            message: stream request to fill; None creates a new request of the method.
-
-        Raises:
-            MmposError: an argument cannot be sent.
-            LimitExceededError: the request has 2 GiB or more.
-        """
-        message = self.method.request() if message is None else message
-        beside = Beside()
-        read = self.put(message, beside)
+    def read(raw: bytes) -> T:
         try:
-            return Prepared(beside.serialize(message), partial(beside.parse, self.method.response), read)
-        except (EncodeError, ValueError) as error:
-            size = message.ByteSize() + beside.size
-            raise LimitExceededError(f"request: got {size} bytes, want less than 2 GiB ({error})") from None
+            answer = beside.parse(method.response, raw)
+        except DecodeError:
+            raise ServiceError("INTERNAL: Exception deserializing response!") from None
+        if item is not None:
+            _check_item(answer, item)
+        return parsed(answer)
+
+    return ServiceCall(method.path, data, read)
 
 
-Maker = Callable[Concatenate[str | None, P], ServiceCall[T]]
-"""Function that maps a client's profile and the arguments of its method to the call."""
+def _check_item(answer: Any, item: int) -> None:
+    """Check that this is the answer to an item of a stream, and raise its error, if it is one."""
+    if answer.id != item:
+        raise ServiceError(f"answer: got id {answer.id}, want {item}")
+    outcome = answer.WhichOneof("outcome")
+    if outcome is None:
+        raise ServiceError("answer: got neither a result nor an error")
+    if outcome == "error":
+        raise get_error(answer.error)
 
 
-def documented(method: F, maker: Maker[P, T]) -> F:
-    """Give a client method the name, docstring and signature of the function that creates its call."""
-    original = signature(maker)
-    _, *parameters = original.parameters.values()
-    result = original.return_annotation.removeprefix("ServiceCall[").removesuffix("]")
-    described: Any = method
-    described.__name__, described.__doc__ = maker.__name__, maker.__doc__
-    described.__signature__ = original.replace(
-        parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *parameters], return_annotation=result
-    )
-    return method
+def refused(method: Rpc, item: int, error: MmposError) -> ServiceCall[Any]:
+    """Return the call of an item that cannot be sent: the server answers its number alone, and ``read`` raises."""
+
+    def read(raw: bytes) -> Any:
+        raise error
+
+    return ServiceCall(method.path, method.request(id=item).SerializeToString(), read)
 
 
 def _answer(read: Callable[..., T], *arguments: object) -> T:
@@ -168,192 +140,86 @@ def _answer(read: Callable[..., T], *arguments: object) -> T:
 
 # Positions
 
-PlaceRequest = positions_pb2.PlaceRequest | positions_pb2.StreamPlaceRequest
-PlaceResponse = positions_pb2.PlaceResponse | positions_pb2.StreamPlaceResponse
 
-
-def place(
-    profile: str | None,
-    segments: SegmentTable | Spans | InputIds,
-    scheme: str | Scheme | None = None,
-    start: npt.ArrayLike = 0,
-    strict: bool | None = None,
-    *,
-    views: Sequence[View] = (),
-) -> ServiceCall[PositionTable]:
-    """Place documents like ``mmpos.place``.
-
-    Args:
-        segments: documents, as a SegmentTable, Spans or InputIds.
-        scheme: name from mmpos.SCHEMES or a scheme object; None selects the profile's scheme.
-        start: id of each document's first token: one number for all, or (documents,).
-        strict: whether two grids without text between them cause an error; None lets the scheme decide.
-        views: methods to apply to the placed table in this order: Take, Window, Decode, Shard, Pad.
-
-    Returns:
-        A new PositionTable.
-
-    Raises:
-        MmposError: see ``mmpos.place`` and the views; also LimitExceededError if a server limit is exceeded.
-        ServiceError: the server did not answer.
-    """
+def place(profile: str | None, segments: object, *options: Any) -> ServiceCall[PositionTable]:
+    """Return the call that places documents; see ``Client.place``."""
     if not isinstance(segments, SegmentTable | Spans | InputIds):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
-    return _positions(profile, PositionsQuery(segments, scheme, start, strict, views), _table)
+    query = PositionsQuery(segments, *options)
+
+    def fill(request: Any, beside: Beside) -> Read[PositionTable]:
+        put_query(request.query, query, profile, beside)
+        return lambda response: _answer(get_table, "positions.table", response.positions.table)
+
+    return _call(PLACE, fill)
 
 
-def query(profile: str | None, query: PositionsQuery) -> ServiceCall[PositionsResult]:
-    """Run a query on the server, like ``query.run``; the profile fills its unset fields.
-
-    Args:
-        query: documents, scheme, views, and whether to return the table or ids.
-
-    Raises:
-        MmposError: see ``query.run``; also LimitExceededError if a server limit is exceeded.
-        ServiceError: the server did not answer.
-    """
+def query(profile: str | None, query: PositionsQuery, item: int | None = None) -> ServiceCall[PositionsResult]:
+    """Return the call that runs a query, or that item of a stream; see ``Client.query``."""
     if not isinstance(query, PositionsQuery):
         raise InvalidInputError(f"query: got {type(query).__name__}, want a PositionsQuery")
-    return _positions(profile, query, lambda result: result)
 
-
-def _positions(profile: str | None, query: PositionsQuery, of: Callable[[PositionsResult], T]) -> ServiceCall[T]:
-    def put(request: PlaceRequest, beside: Beside) -> Read[T]:
-        request.query.SetInParent()
+    def fill(request: Any, beside: Beside) -> Read[PositionsResult]:
         put_query(request.query, query, profile, beside)
+        return lambda response: _answer(get_result, "positions", response.positions, beside)
 
-        def read(response: PlaceResponse) -> T:
-            return of(_answer(get_result, "positions", response.positions, beside))
-
-        return read
-
-    return ServiceCall(PLACE, put)
-
-
-def _table(result: PositionsResult) -> PositionTable:
-    if result.table is None:
-        raise ServiceError("answer: got ids, want a table")
-    return result.table
+    return _call(PLACE if item is None else STREAM_PLACE, fill, item)
 
 
 # Sequences
 
-BuildRequest = sequences_pb2.BuildRequest | sequences_pb2.StreamBuildRequest
-BuildResponse = sequences_pb2.BuildResponse | sequences_pb2.StreamBuildResponse
+
+def settings(
+    profile: str | None, scheme: str | Scheme | None, start: int, patches: bool
+) -> sequences_pb2.SequencesQuery:
+    """Return a query without documents; see ``Client.build`` for the arguments."""
+    query = sequences_pb2.SequencesQuery(profile=profile)
+    if scheme is not None:
+        put_scheme(query.scheme, scheme)
+    query.start = integer("start", start, minimum=-(2**63), maximum=2**63 - 1)
+    query.patches = boolean("patches", patches)
+    return query
 
 
-@dataclass(frozen=True)
-class BuildSettings:
-    """The settings for building documents; see ``build`` for the arguments."""
+def build(query: sequences_pb2.SequencesQuery, parts: object) -> ServiceCall[InterleavedSequence]:
+    """Return the call that builds one document; see ``Client.build``."""
 
-    profile: str | None
-    scheme: str | Scheme | None
-    start: int
-    patches: bool
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "start", integer("start", self.start, minimum=-(2**63), maximum=2**63 - 1))
-        object.__setattr__(self, "patches", boolean("patches", self.patches))
-
-    def put(self, request: BuildRequest) -> None:
-        """Fill the fields of a request that apply to all its documents."""
-        request.query.SetInParent()
-        if self.profile is not None:
-            request.query.profile = self.profile
-        if self.scheme is not None:
-            put_scheme(request.query.scheme, self.scheme)
-        request.query.start, request.query.patches = self.start, self.patches
-
-
-def build(
-    profile: str | None,
-    parts: Sequence[object],
-    *,
-    scheme: str | Scheme | None = None,
-    start: int = 0,
-    patches: bool = True,
-) -> ServiceCall[InterleavedSequence]:
-    """Build a sequence from parts, like ``SequenceBuilder.build`` with the settings of the profile.
-
-    Args:
-        parts: text, token ids, Grid, ImageSize, Video and images, as in SequenceBuilder. A path is sent as the bytes
-            of its file; a Pillow image, an array or a tensor as its upright pixels, without loss.
-        scheme: name from mmpos.SCHEMES or a scheme object; None selects the profile's scheme.
-        start: id of the first token.
-        patches: whether to return patches; if not, no image is decoded.
-
-    Returns:
-        A new InterleavedSequence, with the same image hashes as a call in process.
-
-    Raises:
-        MmposError: see ``SequenceBuilder.build``; also LimitExceededError if a server limit is exceeded.
-        ServiceError: the server did not answer.
-    """
-    settings = BuildSettings(profile, scheme, start, patches)
-
-    def put(request: BuildRequest, beside: Beside) -> Read[InterleavedSequence]:
-        settings.put(request)
+    def fill(request: Any, beside: Beside) -> Read[InterleavedSequence]:
+        request.query.CopyFrom(query)
         sent = put_parts(request.query.documents.add(), parts, beside)
         if sent.error is not None and not sent.names:
             raise sent.error
         return lambda response: _sequence(_results(response, 1)[0], sent, beside)
 
-    return ServiceCall(BUILD, put)
+    return _call(BUILD, fill)
 
 
 def build_batch(
-    profile: str | None,
-    documents: Sequence[Sequence[object]],
-    errors: Errors = "raise",
-    *,
-    scheme: str | Scheme | None = None,
-    start: int = 0,
-    patches: bool = True,
+    query: sequences_pb2.SequencesQuery, documents: Any, errors: Errors, item: int | None = None
 ) -> ServiceCall[Built]:
-    """Build the sequences of several documents in one call.
-
-    Args:
-        documents: parts of each document; see ``build``.
-        errors: "raise" raises the first error, which names ``documents[d].parts[i]``; "return" returns each error
-            instead of the sequence.
-        scheme: see ``build``.
-        start: id of the first token of every document.
-        patches: see ``build``.
-
-    Returns:
-        One sequence or error per document.
-
-    Raises:
-        MmposError: see ``build``; with errors="return", only errors of the whole call.
-        ServiceError: the server did not answer.
-    """
-    return batch_call(BuildSettings(profile, scheme, start, patches), documents, errors)
-
-
-def batch_call(settings: BuildSettings, documents: Sequence[Sequence[object]], errors: Errors) -> ServiceCall[Built]:
-    """Return the call that builds several documents with these settings."""
+    """Return the call that builds several documents, or that item of a stream; see ``Client.build_batch``."""
     one_of("errors", errors, ("raise", "return"))
     if not isinstance(documents, list | tuple):
         raise InvalidInputError(f"documents: got {type(documents).__name__}, want a list of lists of parts")
 
-    def put(request: BuildRequest, beside: Beside) -> Read[Built]:
-        settings.put(request)
+    def fill(request: Any, beside: Beside) -> Read[Built]:
+        request.query.CopyFrom(query)
         sent: list[Sent] = []
         for parts in documents:
             sent.append(put_parts(request.query.documents.add(), parts, beside))
             if sent[-1].error is not None and errors == "raise":
                 break  # earlier documents may have errors on the server, and the first error is raised
 
-        def read(response: BuildResponse) -> Built:
-            results = _results(response, len(sent))
-            return [_outcome(d, results[d], sent[d], beside, errors) for d in range(len(sent))]
+        def read(response: Any) -> Built:
+            results = zip(_results(response, len(sent)), sent, strict=True)
+            return [_outcome(d, result, one, beside, errors) for d, (result, one) in enumerate(results)]
 
         return read
 
-    return ServiceCall(BUILD, put)
+    return _call(BUILD if item is None else STREAM_BUILD, fill, item)
 
 
-def _results(response: BuildResponse, count: int) -> Sequence[sequences_pb2.SequenceResult]:
+def _results(response: Any, count: int) -> Sequence[sequences_pb2.SequenceResult]:
     results = response.sequences.results
     if len(results) != count:
         raise ServiceError(f"answer: got {len(results)} results, want {count}")
@@ -406,133 +272,63 @@ def _of_part(error: MmposError, names: list[str]) -> MmposError | None:
 
 # Rotations
 
-_TABLES = {
-    "pairs": rotary_pb2.COS_SIN_LAYOUT_PAIRS,
-    "transformers": rotary_pb2.COS_SIN_LAYOUT_TRANSFORMERS,
-    "torchtitan": rotary_pb2.COS_SIN_LAYOUT_TORCHTITAN,
-}
-_LAYOUTS = {
-    None: rotary_pb2.ROTATE_LAYOUT_UNSPECIFIED,
-    "thd": rotary_pb2.ROTATE_LAYOUT_THD,
-    "bshd": rotary_pb2.ROTATE_LAYOUT_BSHD,
-    "bhsd": rotary_pb2.ROTATE_LAYOUT_BHSD,
-}
+
+def cos_sin(profile: str | None, rotary: object, positions: object, layout: TableLayout) -> ServiceCall[Any]:
+    """Return the call that computes cos and sin; see ``Client.cos_sin``."""
+    one_of("layout", layout, ("pairs", "transformers", "torchtitan"))
+    names = ("cache",) if layout == "torchtitan" else ("cos", "sin")
+    return _tables(profile, rotary, positions, layout, *names)
 
 
-def cos_sin(
-    profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
-) -> ServiceCall[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
-    """Compute cos and sin of all tokens like ``mmpos.rotary.cos_sin``.
+def angles(profile: str | None, rotary: object, positions: object) -> ServiceCall[Any]:
+    """Return the call that computes angles; see ``Client.angles``."""
+    return _tables(profile, rotary, positions, "angles", "cache")
 
-    Args:
-        rotary: rotation; None selects the profile's rotation.
-        positions: PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
-        layout: "pairs", "transformers" or "torchtitan", as for ``mmpos.rotary.cos_sin``.
 
-    Returns:
-        New tensors, float32 or complex64, on the device of the positions.
-
-    Raises:
-        MmposError: see ``mmpos.rotary.cos_sin``; also LimitExceededError if a server limit is exceeded.
-        ServiceError: the server did not answer.
-    """
-    one_of("layout", layout, tuple(_TABLES))
-
-    def put(
-        request: rotary_pb2.CosSinRequest, beside: Beside
-    ) -> Read[tuple[torch.Tensor, torch.Tensor] | torch.Tensor]:
-        request.layout = _TABLES[layout]
+def _tables(profile: str | None, rotary: object, positions: object, layout: str, *names: str) -> ServiceCall[Any]:
+    def fill(request: Any, beside: Beside) -> Read[Any]:
+        request.layout = f"COS_SIN_LAYOUT_{layout.upper()}"
         _put_rotation(request, profile, rotary, positions)
-        if layout == "torchtitan":
-            return lambda response: _tensor("cache", response.cache, positions, beside)
-        return lambda response: (
-            _tensor("cos", response.cos, positions, beside),
-            _tensor("sin", response.sin, positions, beside),
-        )
 
-    return ServiceCall(COS_SIN, put)
+        def read(response: Any) -> Any:
+            one, *more = (_tensor(name, getattr(response, name), positions, beside) for name in names)
+            return (one, *more) if more else one
 
+        return read
 
-def angles(
-    profile: str | None, rotary: Rotary | None, positions: PositionTable | torch.Tensor
-) -> ServiceCall[torch.Tensor]:
-    """Compute exact angles, wrapped to [−π, π], like ``mmpos.rotary.angles``.
-
-    Args:
-        rotary: rotation; None selects the profile's rotation.
-        positions: PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
-
-    Returns:
-        A new float32 tensor on the device of the positions.
-
-    Raises:
-        MmposError: see ``mmpos.rotary.angles``; also LimitExceededError if a server limit is exceeded.
-        ServiceError: the server did not answer.
-    """
-
-    def put(request: rotary_pb2.CosSinRequest, beside: Beside) -> Read[torch.Tensor]:
-        request.layout = rotary_pb2.COS_SIN_LAYOUT_ANGLES
-        _put_rotation(request, profile, rotary, positions)
-        return lambda response: _tensor("cache", response.cache, positions, beside)
-
-    return ServiceCall(COS_SIN, put)
+    return _call(COS_SIN, fill)
 
 
 def apply_rotary(
     profile: str | None,
     q: torch.Tensor,
     k: torch.Tensor | None,
-    positions: PositionTable | torch.Tensor,
-    rotary: Rotary | None,
-    *,
-    layout: Layout | None = None,
-    conjugate: bool = False,
+    positions: object,
+    rotary: object,
+    layout: Layout | None,
+    conjugate: bool,
 ) -> ServiceCall[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Rotate q and k on the server like ``mmpos.rotary.apply_rotary``; both are sent to the server and back.
-
-    Args:
-        q: queries; see ``apply_rotary``. They must not require gradients.
-        k: keys, or None.
-        positions: PositionTable, or ids of shape (axes, tokens) or (axes, batch, seq).
-        rotary: rotation; None selects the profile's rotation.
-        layout: "thd", "bshd" or "bhsd"; None means thd for three dimensions and bshd for four.
-        conjugate: whether to rotate by the negated angles.
-
-    Returns:
-        New tensors on the device of q.
-
-    Raises:
-        MmposError: see ``apply_rotary``; also LimitExceededError if a server limit is exceeded.
-        UnsupportedError: q or k requires gradients.
-        ServiceError: the server did not answer.
-    """
+    """Return the call that rotates q and k; see ``Client.apply_rotary``."""
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
     _check_tensors(q, k)
-    conjugate = boolean("conjugate", conjugate)
 
-    def put(request: rotary_pb2.RotateRequest, beside: Beside) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
-        request.layout, request.conjugate = _LAYOUTS[layout], conjugate
+    def fill(request: Any, beside: Beside) -> Read[tuple[torch.Tensor, torch.Tensor | None]]:
+        request.layout = f"ROTATE_LAYOUT_{(layout or 'unspecified').upper()}"
+        request.conjugate = boolean("conjugate", conjugate)
         _put_rotation(request, profile, rotary, positions)
         put_tensor(request.q, q, beside)
         if k is not None:
             put_tensor(request.k, k, beside)
+        return lambda response: (
+            _tensor("q", response.q, q, beside),
+            _tensor("k", response.k, q, beside) if response.HasField("k") else None,
+        )
 
-        def read(response: rotary_pb2.RotateResponse) -> tuple[torch.Tensor, torch.Tensor | None]:
-            rotated = _tensor("q", response.q, q, beside)
-            return rotated, _tensor("k", response.k, q, beside) if response.HasField("k") else None
-
-        return read
-
-    return ServiceCall(ROTATE, put)
+    return _call(ROTATE, fill)
 
 
-def _put_rotation(
-    request: rotary_pb2.CosSinRequest | rotary_pb2.RotateRequest,
-    profile: str | None,
-    rotary: Rotary | None,
-    positions: PositionTable | torch.Tensor,
-) -> None:
+def _put_rotation(request: Any, profile: str | None, rotary: object, positions: Any) -> None:
     if not isinstance(rotary, Rotary | None):
         raise InvalidInputError(f"rotary: got {type(rotary).__name__}, want a Rotary or None")
     if rotary is not None:
@@ -549,16 +345,13 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
 
     from mmpos.rotary.reference import FLOATS
 
-    for name, x in (("q", q), ("k", k)):
-        if x is None and name == "k":
-            continue
+    for name, x in [("q", q)] if k is None else [("q", q), ("k", k)]:
         if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
         if torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedError(
-                f"{name}: got a tensor that requires gradients, want a detached one; a service returns no gradients"
-            )
+            want = "want a detached one; a service returns no gradients"
+            raise UnsupportedError(f"{name}: got a tensor that requires gradients, {want}")
     if k is not None and k.device != q.device:
         raise InvalidInputError(f"k must be on the device of q, {q.device}, got {k.device}")
 
@@ -574,23 +367,14 @@ def _tensor(name: str, message: tensor_pb2.Tensor, like: object, beside: Beside)
 # The server
 
 
-def info(profile: str | None) -> ServiceCall[ServerInfo]:
-    """Get the version, schemes, limits and profiles of the server."""
-    return ServiceCall(GET_INFO, lambda request, beside: get_info)
+def info() -> ServiceCall[info_pb2.GetInfoResponse]:
+    """Return the call that describes the server; see ``Client.info``."""
+    return _call(GET_INFO, lambda request, beside: lambda answer: answer)
 
 
-def healthy(profile: str | None) -> ServiceCall[bool]:
-    """Return whether the server reports that it is serving; False if no server answers."""
-    from grpc_health.v1 import health_pb2 as health
+def healthy() -> ServiceCall[bool]:
+    """Return the call that checks the health of the server; see ``Client.healthy``."""
+    from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-    def put(request: health.HealthCheckRequest, beside: Beside) -> Read[bool]:
-        serving = health.HealthCheckResponse.SERVING
-        return lambda response: bool(response.status == serving)
-
-    def refused(error: MmposError) -> bool:
-        if isinstance(error, ServiceError):
-            return False
-        raise error
-
-    check = Rpc("/grpc.health.v1.Health/Check", health.HealthCheckRequest, health.HealthCheckResponse)
-    return ServiceCall(check, put, refused=refused, waits=False)
+    check = Rpc("/grpc.health.v1.Health/Check", HealthCheckRequest, HealthCheckResponse)
+    return _call(check, lambda request, beside: lambda answer: bool(answer.status == HealthCheckResponse.SERVING))

@@ -1,26 +1,24 @@
-"""gRPC channels: target, options, error conversion, waiting for servers, and trace context."""
+"""Base class of the two clients: their arguments, a channel per process and event loop, and conversion of errors."""
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import random
 import re
-import socket
-import sys
 from collections.abc import Callable, Iterable
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from mmpos.client.options import Pair, host_and_port
+from mmpos.client.options import Options
 from mmpos.errors import (
     LimitExceededError,
     MmposError,
     ServiceError,
-    ServiceOverloadedError,
+    ServiceTimeoutError,
     ServiceUnavailableError,
     UnsupportedError,
 )
@@ -28,23 +26,13 @@ from mmpos.rpc.errors import RETRY_AFTER, from_status
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+    from typing import Self
 
-    from mmpos.client.options import Destination
+    from mmpos.client.options import Tls
 
-__all__ = ["traced"]
+_SERVICES = [{"service": f"mmpos.rpc.v1.{name}Service"} for name in ("Info", "Position", "Rotary", "Sequence")]
 
-
-C = TypeVar("C")
-
-FIRST_BACKOFF, BACKOFF_FACTOR, MAX_BACKOFF = 0.1, 3, 2.0
-"""Seconds before the second attempt, the factor for each further wait, and the maximum wait."""
-
-_STREAMS = [
-    {"service": "mmpos.rpc.v1.PositionService", "method": "StreamPlace"},
-    {"service": "mmpos.rpc.v1.SequenceService", "method": "StreamBuild"},
-]
-
-_OPTIONS = {
+_CHANNEL = {
     # Set no limit here, since the server limits the size of its answers.
     "grpc.max_receive_message_length": -1,
     # gRPC retries a call only while it buffers the request, by default up to 256 KiB.
@@ -62,27 +50,15 @@ _OPTIONS = {
 }
 
 
-class OpenChannel(Generic[C]):
-    """A client's channel, with its unary methods, which gRPC prepares once for many calls.
+class OpenChannel:
+    """A client's channel, and whether a server has answered; if it disappears later, it is probably restarting."""
 
-    Args:
-        channel: the gRPC channel.
-    """
-
-    def __init__(self, channel: C) -> None:
-        self.channel = channel
-        self._methods: dict[str, Any] = {}
-
-    def method(self, path: str) -> Any:
-        """Return a callable that takes and returns bytes, for the method with this path."""
-        method = self._methods.get(path)
-        if method is None:
-            channel: Any = self.channel
-            method = self._methods[path] = channel.unary_unary(path)
-        return method
+    def __init__(self, channel: Any) -> None:
+        self.channel, self.answered = channel, False
+        self.method = cache(channel.unary_unary)  # gRPC prepares a method once for many calls
 
 
-class ProcessChannels(Generic[C]):
+class ProcessChannels:
     """A client's channels, by process and, if there is one, by event loop.
 
     A channel that a parent opened before a fork stays unused and unclosed in the child, since using or closing it would
@@ -90,124 +66,154 @@ class ProcessChannels(Generic[C]):
     """
 
     def __init__(self) -> None:
-        self._open: dict[tuple[int, AbstractEventLoop | None], OpenChannel[C]] = {}
+        self._open: dict[tuple[int, AbstractEventLoop | None], OpenChannel] = {}
 
-    def get(
-        self, connect: Callable[[], C], close: Callable[[C], object], loop: AbstractEventLoop | None = None
-    ) -> OpenChannel[C]:
+    def get(self, connect: Callable[[], Any], loop: AbstractEventLoop | None = None) -> OpenChannel:
         """Return the channel of this process and event loop, and open it if there is none.
 
         Raises:
             UnsupportedError: this process was forked after a call, so gRPC would hang.
         """
         key = (os.getpid(), loop)
-        connection = self._open.get(key)
-        if connection is None:
-            if any(pid != key[0] for pid, _ in list(self._open)) and not _fork_support():
+        opened = self._open.get(key)
+        if opened is None:
+            self._check(key[0])
+            # There is no lock, since a fork could copy a held lock: the second of two threads drops the channel it
+            # opened.
+            new = OpenChannel(connect())
+            opened = self._open.setdefault(key, new)
+            if opened is not new:
+                new.channel.close()
+        return opened
+
+    def _check(self, process: int) -> None:
+        """Drop the channels of closed event loops; refuse to open a channel in a forked process."""
+        for key in list(self._open):
+            pid, loop = key
+            if pid == process and loop is not None and loop.is_closed():
+                self._open.pop(key, None)
+            elif pid != process and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() not in ("1", "true", "yes"):
                 raise UnsupportedError(
                     "fork: the client made a call before the fork; set GRPC_ENABLE_FORK_SUPPORT=1 before grpc is "
                     "imported, use the start method 'spawn', or make no call before the fork"
                 )
-            # There is no lock, since a fork could copy a held lock: the second of two threads drops the channel it
-            # opened.
-            opened = OpenChannel(connect())
-            connection = self._open.setdefault(key, opened)
-            if connection is not opened:
-                close(opened.channel)
-        return connection
 
-    def pop(self, loop: AbstractEventLoop | None = None) -> C | None:
-        """Remove and return the channel of this process and event loop."""
-        connection = self._open.pop((os.getpid(), loop), None)
-        return None if connection is None else connection.channel
-
-    def forget_closed_loops(self) -> None:
-        """Drop the channels of closed event loops."""
-        for pid, loop in list(self._open):
-            if pid == os.getpid() and loop is not None and loop.is_closed():
-                self._open.pop((pid, loop), None)
+    def pop(self, loop: AbstractEventLoop | None = None) -> Any:
+        """Remove and return the channel of this process and event loop, or None."""
+        opened = self._open.pop((os.getpid(), loop), None)
+        return None if opened is None else opened.channel
 
 
-def _fork_support() -> bool:
-    return os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in ("1", "true", "yes")
-
-
-def service_config(attempts: int, balanced: bool) -> dict[str, object]:
-    """Return the gRPC service config, which sets retries and load balancing."""
+def channel_options(options: Options) -> list[tuple[str, str | int]]:
+    """Return the options for a channel; its service config sets retries and load balancing."""
     retry = {
-        "maxAttempts": attempts,
-        "initialBackoff": f"{FIRST_BACKOFF}s",
-        "backoffMultiplier": BACKOFF_FACTOR,
-        "maxBackoff": f"{MAX_BACKOFF}s",
-        # A server that sends GOAWAY cancels calls that arrived at that moment and have not begun.
-        "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
+        "maxAttempts": options.attempts,
+        "initialBackoff": "0.1s",
+        "backoffMultiplier": 3,
+        "maxBackoff": "2s",
+        # A server that sends GOAWAY cancels calls that arrived at that moment and have not begun. An overloaded server
+        # refuses a call, and says in grpc-retry-pushback-ms when gRPC is to send it again.
+        "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED"],
     }
     config: dict[str, object] = {
-        # Streams resend unanswered items on a new stream; the more specific entry takes precedence.
-        "methodConfig": [{"name": _STREAMS}, {"name": [{}], "retryPolicy": retry} if attempts > 1 else {"name": [{}]}],
+        "methodConfig": [{"name": _SERVICES, "retryPolicy": retry}] if options.attempts > 1 else [],
         # A server that dies fails all its calls at the same time, so up to 500 retries must be possible without a
         # success.
         "retryThrottling": {"maxTokens": 1000, "tokenRatio": 1},
     }
-    if balanced:
+    if options.address.startswith(("dns:", "ipv4:", "ipv6:")):
         config["loadBalancingConfig"] = [{"round_robin": {}}]
         config["healthCheckConfig"] = {"serviceName": ""}
-    return config
+    values: dict[str, str | int] = {**_CHANNEL, "grpc.service_config": json.dumps(config)}
+    if options.tls is not None and options.tls.server_name is not None:
+        values["grpc.ssl_target_name_override"] = options.tls.server_name
+    if options.tls is None and options.token is not None:
+        values["grpc.enable_http_proxy"] = 0  # the token stays on this machine
+    return list(values.items())
 
 
-def channel_options(destination: Destination) -> list[tuple[str, str | int]]:
-    """Return the options for a channel."""
-    first = destination.addresses[0]
-    balanced = len(destination.addresses) > 1 or first.startswith("dns:")
-    config = json.dumps(service_config(destination.attempts, balanced))
-    options: dict[str, str | int] = {**_OPTIONS, "grpc.service_config": config}
-    host = host_and_port(first)
-    if len(destination.addresses) > 1:
-        options["grpc.default_authority"] = first
-    if destination.tls is not None:
-        name = destination.tls.server_name
-        if name is None and len(destination.addresses) > 1 and host is not None:
-            name = host.host
-        if name is not None:
-            options["grpc.ssl_target_name_override"] = name
-    if destination.token is not None and destination.tls is None:
-        options["grpc.enable_http_proxy"] = 0  # the token stays on this machine
-    return list(options.items())
+_KEEP: Any = object()
 
 
-def target(addresses: tuple[str, ...]) -> str:
-    """Return the gRPC target: a single address unchanged, several resolved, since gRPC does not accept a list of names.
+class BaseClient:
+    """Client for an mmpos service.
+
+    The first call opens the channel, one per process (and event loop), so a client can be pickled and used by the
+    workers of a DataLoader. If a client made a call before a fork, it raises an error in the child, because gRPC would
+    hang there, unless GRPC_ENABLE_FORK_SUPPORT=1 was set in the environment before grpc was imported. No call may run
+    in another thread while a process forks. Start methods other than "fork" have no such limits.
+
+    gRPC sends a call again if no server answers it (UNAVAILABLE, including a broken connection), after 0.1, 0.3, 0.9 …
+    seconds, or if the server is overloaded, after the time that the server asks for. This is safe because no call
+    changes anything on the server. If a server that has answered before disappears, it is assumed to be restarting, and
+    calls wait for it within their timeout. If no server has ever answered, the call fails after a second or two with an
+    error that names the cause. A stream is sent again only if it fails before its first answer.
+
+    Args:
+        address: "host:port", "unix:path", or, for several servers, a target of gRPC: "dns:///host:port" for all
+            replicas behind a name, or "ipv4:ip:port,ip:port". Calls rotate over those that pass their health checks.
+        profile: name of the model's settings on the server; None selects the server's default profile.
+        timeout: maximum seconds per call, with all attempts; for a stream, maximum seconds per answer.
+        attempts: maximum number of attempts per call, 1 to 5; with 1, a call is sent once and waits for no server.
+        tls: certificates; None disables TLS.
+        token: bearer token sent with every call, or the path of a file that holds only the token and is reread when it
+            changes. Without tls, a token is sent only to servers on this machine.
 
     Raises:
-        ServiceUnavailableError: a name cannot be resolved.
+        InvalidInputError: an argument is of the wrong type or out of range.
     """
-    if len(addresses) == 1:
-        return addresses[0]
-    resolved = [_resolve(f"addresses[{i}]", address) for i, address in enumerate(addresses)]
-    if all(any(ip.version == 4 for ip, _ in entries) for entries in resolved):
-        pairs = [f"{ip}:{port}" for entries in resolved for ip, port in entries if ip.version == 4]
-        return "ipv4:" + ",".join(dict.fromkeys(pairs))
-    # A list has one address family: IPv4 addresses are mapped to IPv6.
-    pairs = [f"[{ip if ip.version == 6 else f'::ffff:{ip}'}]:{port}" for entries in resolved for ip, port in entries]
-    return "ipv6:" + ",".join(dict.fromkeys(pairs))
 
+    def __init__(
+        self,
+        address: str = "localhost:50051",
+        *,
+        profile: str | None = None,
+        timeout: float = 30.0,
+        attempts: int = 4,
+        tls: Tls | None = None,
+        token: str | os.PathLike[str] | None = None,
+    ) -> None:
+        unchecked: Any = address, profile, timeout, attempts, tls, token
+        self.__setstate__(Options(*unchecked))
 
-def _resolve(name: str, address: str) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
-    server = host_and_port(address)
-    assert server is not None
-    try:
-        entries = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ServiceUnavailableError(f"{name}: cannot resolve {address!r} ({error})") from None
-    return [(ipaddress.ip_address(entry[4][0]), server.port) for entry in entries]
+    def with_options(self, *, profile: str | None = _KEEP, timeout: float = _KEEP) -> Self:
+        """Return a client with other options on the same channel; closing either client closes the channel for both.
 
+        Raises:
+            InvalidInputError: an option is of the wrong type or out of range.
+        """
+        options: dict[str, Any] = {"profile": profile, "timeout": timeout}
+        client = copy(self)
+        client._channels = self._channels
+        client._options = replace(self._options, **{name: x for name, x in options.items() if x is not _KEEP})
+        return client
 
-# The message of grpc.aio if a stream ends while a request is being written; grpc.aio then loses the stream's status
-# (grpc/grpc#36066). A second attempt finds the status, unless the connection merely broke.
-_FAILED_WRITE = "Internal error from Core"
+    def _open(
+        self, secure: Callable[..., Any], insecure: Callable[..., Any], loop: AbstractEventLoop | None = None
+    ) -> OpenChannel:
+        def connect() -> Any:
+            address, tls, options = self._options.address, self._options.tls, channel_options(self._options)
+            return insecure(address, options) if tls is None else secure(address, tls.credentials(), options)
 
-# The message of a server's transport for a call that it dropped unread because too many calls were waiting.
-_DROPPED = "CANCELLED"
+        return self._channels.get(connect, loop)
+
+    def _settings(self, opened: OpenChannel, *, waits: bool = True) -> dict[str, Any]:
+        token = self._options.token
+        return {
+            "metadata": None if token is None else (token.pair(),),
+            "wait_for_ready": waits and opened.answered and self._options.attempts > 1,
+        }
+
+    def __getstate__(self) -> Options:
+        return self._options
+
+    def __setstate__(self, options: Options) -> None:
+        self._options = options
+        self._channels = ProcessChannels()
+
+    def __repr__(self) -> str:
+        name, options = type(self).__name__, self._options
+        return f"{name}({options.address!r}, profile={options.profile!r}, timeout={options.timeout:g})"
 
 
 # The messages of grpc for a failed TLS handshake, and their causes.
@@ -219,155 +225,62 @@ _UNTRUSTED = {
     "ls handshake failed": "tls: the handshake failed",
 }
 
+# How the messages of grpc begin if it cannot connect, with the reason at their end; and those of a broken connection.
+_ABSENT = ("failed to connect", "errors resolving", "connections to all backends failing")
+_BROKEN = ("Socket closed", "Connection reset")
+
 # The message of the server's transport for a request that is too large, which no handler of the server sees.
 _TOO_LARGE = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
 
-# The message of grpc's ValueError for a call on a channel that another thread has closed.
-_CLOSED = "Cannot invoke RPC"
-
-
-class UntrustedError(ServiceUnavailableError):
-    """TLS refuses the connection, so waiting does not help."""
-
 
 def closed() -> ServiceError:
-    """Return the error for a call on a channel that was closed during the call."""
+    """Return the error of a call on a channel that another thread or task has closed."""
     return ServiceError("CANCELLED: the client was closed")
 
 
-def was_closed(error: ValueError) -> bool:
-    """Return whether grpc raised this error because the channel is closed, and not because of a wrong argument."""
-    return str(error).startswith(_CLOSED)
-
-
-def unreadable() -> MmposError:
-    """Return the error for an answer that is not a message, worded like gRPC's error for streams."""
-    return from_status("INTERNAL", "Exception deserializing response!")
-
-
-def error_of(error: grpc.RpcError) -> MmposError:
-    """Convert the error of a failed call, from either kind of channel."""
+def lost_status(error: grpc.RpcError) -> bool:
+    """Return whether grpc.aio lost the status of a stream that ended during a write (grpc/grpc#36066)."""
     failed: Any = error
-    code = failed.code()
-    if code is None:
-        return ServiceError(f"UNKNOWN: {failed.details()}")
-    if code is grpc.StatusCode.INTERNAL and failed.details() == _FAILED_WRITE:
-        return ServiceUnavailableError("stream: the connection broke while a request was written")
-    if code is grpc.StatusCode.CANCELLED and failed.details() == _DROPPED:
-        return ServiceOverloadedError(
-            "call: the server dropped it: make fewer calls at once, or send requests and read answers in time"
-        )
-    details, trailing = failed.details() or "", failed.trailing_metadata()
+    return bool(failed.code() is grpc.StatusCode.INTERNAL and failed.details() == "Internal error from Core")
+
+
+def failure(error: grpc.RpcError, path: str, options: Options, answered: bool) -> MmposError:
+    """Convert the error of a failed call or stream; ``answered`` is whether a server has answered before."""
+    failed: Any = error
+    code, details, wait = failed.code(), failed.details() or "", _milliseconds(failed.trailing_metadata())
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        method, cause = path.rpartition("/")[2], "" if details == "Deadline Exceeded" else f" ({details})"
+        late = f"timeout: {method} got no answer from {options.address} within {options.timeout:g} s{cause}"
+        return ServiceTimeoutError(late)
     if code is grpc.StatusCode.UNAVAILABLE:
-        for pattern, message in _UNTRUSTED.items():
-            if pattern in details:
-                return UntrustedError(f"{message} ({details})")
+        return ServiceUnavailableError(_reason(details, options, answered))
+    if lost_status(error):
+        return ServiceUnavailableError("the connection broke while a request was written")
     if large := _TOO_LARGE.search(details):
         want = f"want at most {large[2]} in one request to this server"
         return LimitExceededError(f"limits.request_bytes: got {large[1]}, {want}")
-    wait = _number(trailing, RETRY_AFTER)
-    return from_status(code.name, details, None if wait is None else wait / 1000)
+    return from_status("UNKNOWN" if code is None else code.name, details, None if wait is None else wait / 1000)
 
 
-def _number(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> int | None:
-    """Read a nonnegative number from trailing metadata; return None if there is none."""
-    for key, value in metadata or ():
-        if key == name:
-            try:
-                return max(int(value), 0)
-            except ValueError:
-                return None
-    return None
+def _reason(details: str, options: Options, answered: bool) -> str:
+    """Describe why no server can be reached, and what to do, in place of grpc's message."""
+    for pattern, message in _UNTRUSTED.items():
+        if pattern in details:
+            return f"{message} ({details})"
+    absent, broken = details.startswith(_ABSENT), not answered and any(word in details for word in _BROKEN)
+    if not (absent or broken):
+        return details
+    reason, hint = details.rpartition(": ")[2].rstrip("]") if absent else details, ""
+    if broken and options.tls is None:
+        hint = " (a server that requires TLS closes it: tls=Tls(...))"
+    elif broken and options.tls is not None and options.tls.certificate is None:
+        hint = " (a server that requires client certificates closes it: Tls(..., certificate, key))"
+    elif broken:
+        hint = " (a server that does not trust tls.certificate closes it)"
+    want = "want a running server: start one with mmpos serve, or pass another address"
+    return f"{options.address}: got {reason}{hint}, {want}"
 
 
-_PAUSE = 0.3
-
-_BROKEN = ("Socket closed", "Connection reset")
-
-# How the messages of grpc begin if it cannot connect; the reason is at their end.
-_ABSENT = ("failed to connect", "errors resolving", "connections to all backends failing")
-
-
-class Reach:
-    """Record of whether the servers of a client have ever answered it.
-
-    If a server that has answered disappears, it is probably restarting, and calls wait for it. If no server has ever
-    answered, the address is probably wrong, and waiting would only hide this. TLS errors are permanent, so no call
-    waits after one.
-
-    Args:
-        destination: addresses of the servers.
-    """
-
-    def __init__(self, destination: Destination) -> None:
-        self._destination, self._answered = destination, False
-
-    def answered(self) -> None:
-        """Record that a server has answered."""
-        self._answered = True
-
-    def patience(self, timeout: float) -> Patience:
-        """Start the clock of a call."""
-        return Patience(timeout, self)
-
-    def waits(self, error: MmposError) -> bool:
-        """Return whether to retry a call that failed with this error while time is left."""
-        absent = isinstance(error, ServiceUnavailableError) and not isinstance(error, UntrustedError)
-        return absent and self._answered and self._destination.attempts > 1
-
-    def explained(self, error: MmposError) -> MmposError:
-        """Describe why no server can be reached, and what to do, in place of grpc's message."""
-        message = str(error)
-        absent, broken = message.startswith(_ABSENT), not self._answered and any(word in message for word in _BROKEN)
-        if type(error) is not ServiceUnavailableError or not (absent or broken):
-            return error
-        reason, tls, hint = message.rpartition(": ")[2].rstrip("]") if absent else message, self._destination.tls, ""
-        if broken and tls is None:
-            hint = " (a server that requires TLS closes it: tls=Tls(...))"
-        elif broken and tls is not None:
-            hint = " (a server that does not trust tls.certificate closes it)"
-            if tls.certificate is None:
-                hint = " (a server that requires client certificates closes it: Tls(..., certificate, key))"
-        want = "want a running server: start one with mmpos serve, or pass another address"
-        return ServiceUnavailableError(f"{','.join(self._destination.addresses)}: got {reason}{hint}, {want}")
-
-
-class Patience:
-    """The time left for one call, or for one answer in a stream.
-
-    Args:
-        timeout: seconds from now.
-        reach: whether the servers have ever answered.
-    """
-
-    def __init__(self, timeout: float, reach: Reach) -> None:
-        self._end, self._reach = monotonic() + timeout, reach
-
-    @property
-    def left(self) -> float:
-        """Seconds left, always above 0."""
-        return max(self._end - monotonic(), 0.001)
-
-    def pause(self, error: MmposError) -> float | None:
-        """Return the seconds to wait before the next attempt, or None to give up."""
-        pause = _PAUSE * random.uniform(0.8, 1.2)
-        return pause if self._reach.waits(error) and self.left > pause else None
-
-
-def traced(metadata: tuple[Pair, ...]) -> tuple[Pair, ...]:
-    """Add the trace context of the current OpenTelemetry span, if there is one, to the metadata of a call.
-
-    The keys are defined by W3C Trace Context, unless the process or OTEL_PROPAGATORS sets other propagators.
-    """
-    # A process that has not imported OpenTelemetry has no span, so OpenTelemetry is not imported here either.
-    if "opentelemetry.trace" not in sys.modules:
-        return metadata
-    from opentelemetry import trace
-
-    if not trace.get_current_span().get_span_context().is_valid:
-        return metadata
-    from opentelemetry.propagate import inject
-
-    carrier: dict[str, str] = {}
-    inject(carrier)
-    return (*metadata, *carrier.items())
+def _milliseconds(metadata: Iterable[tuple[str, str | bytes]] | None) -> int | None:
+    """Read from trailing metadata after which time the server wants a retry, or None if it wants none."""
+    return next((int(value) for key, value in metadata or () if key == RETRY_AFTER and value.isdigit()), None)

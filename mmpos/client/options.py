@@ -1,15 +1,14 @@
-"""Settings of a client: addresses, TLS certificates, token and timeout; frozen, checked and picklable."""
+"""Options of a client: addresses, TLS certificates, token and timeout; frozen, checked and picklable."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.errors import TOKEN_CHARACTERS, file_version, is_loopback, is_token, put_token
@@ -17,7 +16,6 @@ from mmpos.support.checks import integer
 
 if TYPE_CHECKING:
     import grpc
-
 
 Pem = bytes | str | os.PathLike[str]
 
@@ -76,42 +74,25 @@ def _read(name: str, pem: Pem | None) -> bytes | None:
 Pair = tuple[str, str]
 
 
-@dataclass
-class _Read:
-    """A token file's version and its token, in one object so that threads cannot mix two versions."""
-
-    latest: tuple[tuple[int, ...], Pair] | None = None
-
-
-@dataclass(frozen=True)
 class Token:
-    """A client's bearer token; its repr never shows the token.
+    """A client's bearer token, which is never shown.
 
     Args:
         source: token, or the path of a file that holds only the token.
+
+    Raises:
+        InvalidInputError: the source is neither a token nor a path; the error does not quote it.
     """
 
-    source: str | Path = field(repr=False)
-    _read: _Read = field(default_factory=_Read, init=False, repr=False, compare=False)
-
-    @classmethod
-    def checked(cls, source: object) -> Token | None:
-        """Check a token or a path; errors do not quote it.
-
-        Raises:
-            InvalidInputError: the source is neither a token nor a path.
-        """
-        if source is None:
-            return None
-        if isinstance(source, os.PathLike):
-            return cls(Path(source))
-        if not isinstance(source, str):
-            raise InvalidInputError(
-                f"token: got {type(source).__name__}, want a token, the path of a token file, or None"
-            )
-        if not is_token(source):
+    def __init__(self, source: object) -> None:
+        if not isinstance(source, str | os.PathLike):
+            got = type(source).__name__
+            raise InvalidInputError(f"token: got {got}, want a token, the path of a token file, or None")
+        if isinstance(source, str) and not is_token(source):
             raise InvalidInputError(f"token must consist of {TOKEN_CHARACTERS}")
-        return cls(source)
+        self._source = source if isinstance(source, str) else Path(source)
+        # Version of the file and its token, in one object so that threads cannot mix two versions.
+        self._latest: tuple[object, Pair] | None = (None, put_token(source)) if isinstance(source, str) else None
 
     def pair(self) -> Pair:
         """Return the metadata pair for a call that begins now.
@@ -119,28 +100,26 @@ class Token:
         Raises:
             InvalidInputError: no readable token was found in the file, now or earlier.
         """
-        if isinstance(self.source, str):
-            return put_token(self.source)
-        latest = self._read.latest
+        latest = self._latest
+        if isinstance(self._source, str) and latest is not None:
+            return latest[1]
         try:
             # The version is taken before reading, so that one written meanwhile is read at the next call.
-            version = file_version(os.stat(self.source))
+            version = file_version(os.stat(self._source))
             if latest is None or version != latest[0]:
-                text = self.source.read_text(encoding="ascii", errors="replace").strip()
+                text = Path(self._source).read_text(encoding="ascii", errors="replace").strip()
                 if not is_token(text):
                     raise ValueError(_fault(text))
-                self._read.latest = latest = version, put_token(text)
+                self._latest = latest = version, put_token(text)
         except (OSError, ValueError) as error:
             # A file that is being replaced may be missing or empty for a moment.
             if latest is None:
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise InvalidInputError(
-                    f"token: got {self.source} ({reason}), want a file that holds only the token"
-                ) from None
+                got = f"{self._source} ({error.strerror if isinstance(error, OSError) else error})"
+                raise InvalidInputError(f"token: got {got}, want a file that holds only the token") from None
         return latest[1]
 
     def __reduce__(self) -> tuple[type[Token], tuple[str | Path]]:
-        return Token, (self.source,)
+        return Token, (self._source,)
 
 
 def _fault(text: str) -> str:
@@ -150,107 +129,42 @@ def _fault(text: str) -> str:
     return "names and tokens: this looks like the token file of a server" if pairs else "no token in it"
 
 
-MAX_ATTEMPTS = 5
+_MAX_ATTEMPTS = 5
 """Maximum number of attempts that gRPC allows in any configuration."""
 
-_HOST_PORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)):(?P<port>[0-9]{1,5})")
-_DNS = re.compile(r"dns:(//[^/]*/)?")
+_HOST = r"\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\],]+)"
+_ADDRESS = re.compile(
+    rf"(?:dns:(?://[^/]*/)?)?(?:{_HOST}):(?P<port>[0-9]{{1,5}})|(?:unix|unix-abstract|ipv4|ipv6):\S.*"
+)
+_WANT = '"host:port", "unix:path", "dns:///host:port" or "ipv4:ip:port,ip:port"'
 
 
 @dataclass(frozen=True)
-class Destination:
-    """Addresses of servers and how to reach them, which determine a channel."""
+class Options:
+    """The arguments of a client, checked; see BaseClient."""
 
-    addresses: tuple[str, ...]
-    attempts: int
-    tls: Tls | None
-    token: Token | None = None
-
-    @classmethod
-    def checked(
-        cls,
-        addresses: str | Sequence[str],
-        attempts: int,
-        tls: Tls | None,
-        token: str | os.PathLike[str] | None = None,
-    ) -> Destination:
-        """Check the arguments of a destination.
-
-        Raises:
-            InvalidInputError: an argument is wrong; the message names it.
-        """
-        if isinstance(addresses, str):
-            addresses = [addresses]
-        if not isinstance(addresses, list | tuple):
-            raise InvalidInputError(f"addresses: got {type(addresses).__name__}, want a host:port or a list of them")
-        if not addresses:
-            raise InvalidInputError("addresses: got 0 addresses, want at least one")
-        for i, address in enumerate(addresses):
-            _check_address(f"addresses[{i}]", address, alone=len(addresses) == 1)
-        if not isinstance(tls, Tls | None):
-            raise InvalidInputError(f"tls: got {type(tls).__name__}, want Tls or None")
-        checked_token = Token.checked(token)
-        if checked_token is not None and tls is None:
-            _check_clear(addresses)
-        attempts = integer("attempts", attempts, minimum=1, maximum=MAX_ATTEMPTS)
-        return cls(tuple(addresses), attempts, tls, checked_token)
-
-    def metadata(self) -> tuple[Pair, ...]:
-        """Return the metadata for a call that begins now.
-
-        Raises:
-            InvalidInputError: the token cannot be read.
-        """
-        return () if self.token is None else (self.token.pair(),)
-
-
-@dataclass(frozen=True)
-class CallOptions:
-    """Options for calls; see BaseClient for the arguments.
-
-    Raises:
-        InvalidInputError: an argument is wrong; the message names it.
-    """
-
+    address: str
     profile: str | None
     timeout: float
+    attempts: int
+    tls: Tls | None
+    token: Token | None
 
     def __post_init__(self) -> None:
+        match = _ADDRESS.fullmatch(self.address) if isinstance(self.address, str) else None
+        if match is None or (match["port"] and not 1 <= int(match["port"]) <= 65535):
+            raise InvalidInputError(f"address: got {self.address!r}, want {_WANT}")
+        if not isinstance(self.tls, Tls | None):
+            raise InvalidInputError(f"tls: got {type(self.tls).__name__}, want Tls or None")
+        token = self.token if isinstance(self.token, Token | None) else Token(self.token)
+        here = is_loopback(match["six"] or match["host"] or "") or self.address.startswith("unix")
+        if token is not None and self.tls is None and not here:
+            raise InvalidInputError(f"token requires tls for {self.address!r}; others could read the token")
         if not isinstance(self.profile, str | None):
             raise InvalidInputError(f"profile: got {self.profile!r}, want a name or None")
-        number: Any = self.timeout
-        is_number = isinstance(number, Real) and not isinstance(number, bool)
-        if not (is_number and math.isfinite(number) and number > 0):
-            raise InvalidInputError(f"timeout: got {number!r}, want seconds above 0")
-        object.__setattr__(self, "timeout", float(number))
-
-
-class HostPort(NamedTuple):
-    """Host without brackets, and port."""
-
-    host: str
-    port: int
-
-
-def host_and_port(address: str) -> HostPort | None:
-    """Split an address into host and port; return None if it does not have this form."""
-    match = _HOST_PORT.fullmatch(address)
-    return HostPort(match["six"] or match["host"], int(match["port"])) if match else None
-
-
-def _check_address(name: str, address: object, *, alone: bool) -> None:
-    if alone and isinstance(address, str) and re.match(r"(unix|unix-abstract|dns):.", address):
-        return
-    server = host_and_port(address) if isinstance(address, str) else None
-    if server is None or not 1 <= server.port <= 65535:
-        want = '"host:port", "unix:path" or "dns:///host:port"' if alone else '"host:port" in a list of addresses'
-        raise InvalidInputError(f"{name}: got {address!r}, want {want}")
-
-
-def _check_clear(addresses: Sequence[str]) -> None:
-    """Check that a token sent without TLS to these addresses does not cross a network."""
-    for i, address in enumerate(addresses):
-        server = host_and_port(_DNS.sub("", address, count=1))
-        is_local = server is not None and is_loopback(server.host)
-        if not is_local and not address.startswith(("unix:", "unix-abstract:")):
-            raise InvalidInputError(f"token requires tls for {address!r} (addresses[{i}]); others could read the token")
+        seconds: Any = self.timeout
+        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
+            raise InvalidInputError(f"timeout: got {seconds!r}, want seconds above 0")
+        attempts = integer("attempts", self.attempts, minimum=1, maximum=_MAX_ATTEMPTS)
+        for name, value in (("token", token), ("attempts", attempts), ("timeout", float(seconds))):
+            object.__setattr__(self, name, value)

@@ -87,7 +87,7 @@ def put_scheme(message: scheme_pb2.Scheme, scheme: str | Scheme) -> None:
         message.name = scheme
         return
     if SCHEMES.get(getattr(scheme, "name", "")) is not type(scheme):
-        want = "want one of mmpos.SCHEMES, or the name of a scheme that the server's settings list"
+        want = "want one of mmpos.SCHEMES, or the name of the server's own scheme, with the parameters of a profile"
         raise UnsupportedError(f"scheme: got {type(scheme).__name__}(), {want}")
     message.name = scheme.name
     for name, value in changed_parameters(scheme).items():

@@ -1,11 +1,12 @@
-"""Test the streams of both clients: order, windows, errors, broken connections and cancellation."""
+"""Test the streams of both clients: order, errors, broken streams, late answers and cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from typing import Any
 
 import grpc
@@ -13,12 +14,16 @@ import pytest
 from clients import failure, open_client
 from fake_server import UNAVAILABLE, Fake, Stream, echo_stream, serving
 from results import assert_equal
-from waiting import eventually
 
 from mmpos import Grid, SegmentTable, SequenceBuilder, Text
-from mmpos.client import PositionsQuery, streams
-from mmpos.client.channel import error_of
-from mmpos.errors import InvalidInputError, ServiceError, ServiceTimeoutError, ServiceUnavailableError
+from mmpos.client import AsyncClient, Client, PositionsQuery
+from mmpos.errors import (
+    InvalidInputError,
+    ServiceError,
+    ServiceOverloadedError,
+    ServiceTimeoutError,
+    ServiceUnavailableError,
+)
 from mmpos.images import ImageProcessor
 from mmpos.rpc.v1 import positions_pb2 as pb
 
@@ -26,18 +31,20 @@ SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)
 WRONG = PositionsQuery(SEGMENTS, "none")
 UNSENT: Any = "no query"
 
+BROKE = "the connection broke while a request was written"
+"""Reason that grpc.aio gives if it writes before it reads the status of a stream that has ended."""
+
+Requests = Iterator[pb.StreamPlaceRequest]
+Responses = Iterator[pb.StreamPlaceResponse]
+
 
 def numbered(count: int) -> list[PositionsQuery]:
     return [PositionsQuery(SEGMENTS, start=i) for i in range(count)]
 
 
-@pytest.mark.parametrize("window", [1, 3, 8])
-def test_a_stream_yields_the_same_results_as_the_calls_in_order(
-    kind: str, window: int, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "WINDOW", window)
+def test_a_stream_yields_the_same_results_as_the_calls_in_order(kind: str, server: str) -> None:
     with open_client(kind, server) as client:
-        assert_equal(list(client.stream(iter(numbered(20)))), [query.run() for query in numbered(20)])
+        assert_equal(list(client.stream(iter(numbered(60)))), [query.run() for query in numbered(60)])
         assert list(client.stream([])) == []
         batches: list[list[list[Any]]] = [[["a"], ["b", Grid(1, 2)]], [["c"]], []]
         assert_equal(list(client.stream_build(batches)), [SequenceBuilder().build_batch(batch) for batch in batches])
@@ -71,83 +78,63 @@ def test_errors_are_yielded_in_order_or_end_the_stream(kind: str, server: str) -
         assert failed("stream", [], errors="no")[1] == "errors: got 'no', want one of 'raise', 'return'"
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_a_source_is_read_no_further_ahead_than_the_window(
-    kind: str, window: int, server: str, monkeypatch: pytest.MonkeyPatch
+def test_a_source_may_wait_for_each_result_also_of_an_item_that_cannot_be_sent(server: str) -> None:
+    queries, answered = [*numbered(2), UNSENT, *numbered(2)], threading.Semaphore()
+
+    def source() -> Iterator[PositionsQuery]:
+        for query in queries:
+            assert answered.acquire(timeout=60)
+            yield query
+
+    with Client(server) as client:
+        for _ in client.stream(source(), errors="return"):
+            answered.release()
+
+    async def main() -> None:
+        results = asyncio.Queue[object]()
+        results.put_nowait(None)
+
+        async def awaited() -> AsyncIterator[PositionsQuery]:
+            for query in queries:
+                await results.get()
+                yield query
+
+        async with AsyncClient(server) as client:
+            async for result in client.stream(awaited(), errors="return"):
+                results.put_nowait(result)
+
+    asyncio.run(main())
+
+
+def test_an_endless_source_is_read_no_further_than_the_server_accepts(kind: str, server: str) -> None:
+    numbers = count()
+    with open_client(kind, server) as client:
+        results = client.stream(PositionsQuery(SEGMENTS, start=i) for i in numbers)
+        assert_equal([next(results) for _ in range(20)], [query.run() for query in numbered(20)])
+        results.close()
+    read = next(numbers)
+    time.sleep(0.2)
+    assert next(numbers) == read + 1  # nothing reads the source after its stream was closed
+
+
+@pytest.mark.parametrize("error", [KeyError, grpc.RpcError])
+def test_an_error_of_the_source_is_raised_after_the_results_before_it(
+    kind: str, server: str, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(streams, "WINDOW", window)
-    consumed = 0
-
-    def source() -> Iterator[PositionsQuery]:
-        nonlocal consumed
-        for query in numbered(30):
-            consumed += 1
-            yield query
-
-    with open_client(kind, server) as client:
-        ahead = [consumed - i for i, _ in enumerate(client.stream(source()))]
-    assert len(ahead) == 30
-    assert max(ahead) <= window
-    assert consumed == 30
-
-
-@pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that receives each stream that a client opens."""
-    links: list[Any] = []
-    original: Any = streams._opened
-
-    def opened(*arguments: Any) -> Any:
-        links.append(original(*arguments))
-        return links[-1]
-
-    monkeypatch.setattr(streams, "_opened", opened)
-    return links
-
-
-def after(event: Callable[[], bool], links: list[Any], kind: str, count: int, sent: list[PositionsQuery]) -> Any:
-    """Return a source that yields each query but the first after an event, or after the answer if it is awaited."""
-
-    def source() -> Iterator[PositionsQuery]:
-        for query in numbered(count):
-            assert not sent or eventually(event)
-            sent.append(query)
-            yield query
-
-    async def awaited() -> AsyncIterator[PositionsQuery]:
-        for query in numbered(count):
-            if sent:
-                await asyncio.wait([links[-1].answer])
-            sent.append(query)
-            yield query
-
-    return source() if kind == "sync" else awaited()
-
-
-def test_an_answer_does_not_wait_until_a_slow_source_fills_the_window(kind: str, server: str, links: list[Any]) -> None:
-    sent: list[PositionsQuery] = []
-    source = after(lambda: links[-1].ready, links, kind, 4, sent)  # the previous answer has arrived
-    with open_client(kind, server) as client:
-        counts = [len(sent) for _ in client.stream(source)]
-    assert len(counts) == 4
-    assert counts[0] < 4
-
-
-def test_an_error_in_the_source_is_raised_to_the_caller(kind: str, server: str) -> None:
     def broken() -> Iterator[PositionsQuery]:
-        yield from numbered(1)
-        raise KeyError("mine")
+        yield from numbered(3)
+        raise error("mine")
 
-    with open_client(kind, server) as client, pytest.raises(KeyError, match="mine"):
-        list(client.stream(broken()))
+    results: list[object] = []
+    with open_client(kind, server) as client, pytest.raises(error, match="mine"):
+        results.extend(client.stream(broken()))  # keeps those before the error
+    assert_equal(results, [query.run() for query in numbered(3)])
 
 
 def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
     ended = threading.Event()
 
-    def stream(
-        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamPlaceResponse]:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         context.add_callback(ended.set)
         yield next(echo_stream(requests, context))
         ended.wait(60)  # set only when the call ends
@@ -163,9 +150,7 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
 def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     active: list[bool] = []
 
-    def stream(
-        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamPlaceResponse]:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         yield from echo_stream(requests, context)
         time.sleep(0.1)
         active.append(context.is_active())
@@ -175,35 +160,14 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
-def test_a_stream_that_breaks_with_no_unanswered_items_loses_nothing(
-    kind: str, links: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> bool:  # the stream is broken and its reader has noticed
-        return all(thread.name != "mmpos-stream" for thread in threading.enumerate())
-
-    def ending(
-        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamPlaceResponse]:
-        yield next(echo_stream(requests, context))
-        context.abort(*UNAVAILABLE[:2])
-
-    source = after(broken, links, kind, 3, [])
-    monkeypatch.setattr(streams, "WINDOW", 1)
-    with serving(Fake(stream=ending)) as address, open_client(kind, address, attempts=1) as client:
-        assert_equal(list(client.stream(source)), [query.run() for query in numbered(3)])
-
-
-def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
+def breaking(after: int, times: int = 9) -> tuple[Stream, list[int]]:
     """Return a handler that breaks its first ``times`` streams after ``after`` answers, and the answers per stream."""
     answered: list[int] = []
 
-    def stream(
-        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamPlaceResponse]:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         answered.append(0)
-        number = len(answered)
         for response in echo_stream(requests, context):
-            if number <= times and answered[-1] == after:
+            if len(answered) <= times and answered[-1] == after:
                 context.abort(*UNAVAILABLE[:2])
             answered[-1] += 1
             yield response
@@ -211,43 +175,71 @@ def breaking(after: int, times: int) -> tuple[Stream, list[int]]:
     return stream, answered
 
 
-def test_items_unanswered_by_a_broken_stream_are_sent_again(kind: str) -> None:
-    stream, answered = breaking(
-        after=4, times=6
-    )  # breaks more often than attempts allows, but never twice without an answer
-    with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=2) as client:
-        assert_equal(list(client.stream(numbered(30))), [query.run() for query in numbered(30)])
-    # An answer in transit when its stream broke may be sent again.
-    assert answered[:6] == [4] * 6
-    assert answered[6] >= 6
+def test_a_broken_stream_names_its_first_unanswered_item(kind: str) -> None:
+    stream, answered = breaking(after=4)
+    results: list[object] = []
+    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
+        error = failure(lambda: results.extend(client.stream(numbered(30))))
+    assert error in [(ServiceUnavailableError, f"queries[4]: {reason}") for reason in ("gone", BROKE)]
+    assert_equal(results, [query.run() for query in numbered(4)])
+    assert answered == [4]  # nothing is sent again
 
 
-def test_a_stream_that_breaks_too_often_without_an_answer_is_an_error(kind: str) -> None:
-    stream, answered = breaking(after=0, times=9)
+def test_a_stream_that_fails_before_its_first_answer_is_sent_again(kind: str) -> None:
+    stream, answered = breaking(after=0, times=2)
+    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
+        assert_equal(list(client.stream(numbered(5))), [query.run() for query in numbered(5)])
+    assert answered == [0, 0, 5]
+    stream, answered = breaking(after=0)
     with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=2) as client:
-        error, words = failure(lambda: list(client.stream(numbered(3))))
-    # A write may fail before the status of the broken stream is read.
-    assert error is ServiceUnavailableError
-    assert words in ("gone", "stream: the connection broke while a request was written")
+        assert failure(lambda: list(client.stream(numbered(3)))) == (ServiceUnavailableError, "queries[0]: gone")
     assert answered == [0, 0]
 
 
-def test_a_failed_write_is_reported_as_a_broken_connection() -> None:
-    for details, kind in (("Internal error from Core", ServiceUnavailableError), ("other", ServiceError)):
-        error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
-        assert type(error_of(error)) is kind
+def test_a_stream_refused_by_an_overloaded_server_keeps_its_retry_time(kind: str) -> None:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
+        context.set_trailing_metadata((("grpc-retry-pushback-ms", "250"),))
+        yield context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "busy")
+
+    busy = pytest.raises(ServiceOverloadedError, match=r"^queries\[0\]: busy$")
+    with serving(Fake(stream=stream)) as address, open_client(kind, address, attempts=1) as client, busy as caught:
+        list(client.stream(numbered(1)))
+    assert caught.value.retry_after == 0.25
 
 
-def test_a_stream_that_ends_too_early_is_resumed(kind: str) -> None:
-    def stream(
-        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamPlaceResponse]:
+def test_a_stream_that_the_server_ends_too_early_names_its_first_unanswered_item(kind: str) -> None:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         answers = echo_stream(requests, context)
         yield next(answers)
         yield next(answers)
 
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        assert_equal(list(client.stream(numbered(6))), [query.run() for query in numbered(6)])
+        error, words = failure(lambda: list(client.stream(numbered(6))))
+    assert error is ServiceUnavailableError
+    assert words in [f"queries[2]: {reason}" for reason in ("the server ended the stream", BROKE)]
+
+
+@pytest.mark.parametrize("reason", ["gone", "the server ended the stream"])
+def test_a_stream_that_ends_while_its_source_waits_raises_at_once(kind: str, reason: str) -> None:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
+        yield next(echo_stream(requests, context))
+        if reason == "gone":
+            context.abort(*UNAVAILABLE[:2])
+
+    over = threading.Event()
+
+    def waiting() -> Iterator[PositionsQuery]:
+        yield from numbered(1)
+        over.wait(60)
+
+    async def waiting_async() -> AsyncIterator[PositionsQuery]:
+        yield numbered(1)[0]
+        await asyncio.sleep(3600)
+
+    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
+        source = waiting() if kind == "sync" else waiting_async()
+        assert failure(lambda: list(client.stream(source))) == (ServiceUnavailableError, f"queries[1]: {reason}")
+        over.set()
 
 
 @pytest.mark.parametrize(
@@ -258,9 +250,7 @@ def test_a_stream_that_ends_too_early_is_resumed(kind: str) -> None:
     ],
 )
 def test_unexpected_answers_are_service_errors(kind: str, response: pb.StreamPlaceResponse, message: str) -> None:
-    def stream(
-        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamPlaceResponse]:
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         next(requests)
         yield response
 
@@ -268,14 +258,33 @@ def test_unexpected_answers_are_service_errors(kind: str, response: pb.StreamPla
         assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, message)
 
 
-def test_the_stream_timeout_limits_the_wait_for_each_answer(kind: str) -> None:
-    def stream(
-        requests: Iterator[pb.StreamPlaceRequest], context: grpc.ServicerContext
-    ) -> Iterator[pb.StreamPlaceResponse]:
+def test_the_timeout_limits_the_wait_for_each_answer_but_not_for_the_source_or_the_caller(kind: str) -> None:
+    over = threading.Event()
+
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         for n, response in enumerate(echo_stream(requests, context)):
-            time.sleep(0.1 if n < 3 else 0.5)
+            over.wait(0.2 if n < 3 else 60)
             yield response
 
-    error = ServiceTimeoutError, "stream: no answer in 0.2 seconds"
-    with serving(Fake(stream=stream)) as address, open_client(kind, address, timeout=0.2) as client:
-        assert failure(lambda: list(client.stream(numbered(4)))) == error
+    def slow() -> Iterator[PositionsQuery]:
+        yield from numbered(2)
+        time.sleep(0.7)
+        yield from numbered(2)
+
+    async def slow_async() -> AsyncIterator[PositionsQuery]:
+        for n, query in enumerate(numbered(4)):
+            await asyncio.sleep(0.7 if n == 2 else 0)
+            yield query
+
+    results: list[object] = []
+
+    def read(client: Any) -> None:
+        for result in client.stream(slow() if kind == "sync" else slow_async()):
+            results.append(result)
+            time.sleep(0.7 if len(results) == 1 else 0)
+
+    with serving(Fake(stream=stream)) as address, open_client(kind, address, timeout=0.5) as client:
+        error = ServiceTimeoutError, "queries[3]: timeout: got no answer within 0.5 s"
+        assert failure(read, client) == error
+        over.set()
+    assert len(results) == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,14 +42,14 @@ class Blocking:
 
 
 @contextmanager
-def open_client(kind: str, addresses: str | Sequence[str], **options: Any) -> Iterator[Any]:
+def open_client(kind: str, address: str, **options: Any) -> Iterator[Any]:
     """Open a client with blocking calls: "sync" opens a Client, "async" an AsyncClient with its own event loop."""
     if kind == "sync":
-        with Client(addresses, **options) as client:
+        with Client(address, **options) as client:
             yield client
         return
     with asyncio.Runner() as runner:
-        client_ = AsyncClient(addresses, **options)
+        client_ = AsyncClient(address, **options)
         try:
             yield Blocking(client_, runner)
         finally:

@@ -355,10 +355,10 @@ def test_token_ids_of_built_sequences_have_the_positions_of_the_sequences(ask: B
 
 def test_profiles_describe_row_separators_and_count_them_as_tokens(ask: Both) -> None:
     profiles = ask("info").profiles
-    results = [(profile.begin_token_id, profile.end_token_id, profile.placeholders.rows) for profile in profiles]
-    marked = (256, 257, None)
-    assert results == [marked, marked, (256, 257, (300, 300)), (None, None, (300, 301)), marked]
-    assert [profile.placeholders.audio is None for profile in profiles] == [True] * 4 + [False]
+    results = [(profile.begin_token_id, profile.end_token_id, [*profile.placeholders.rows]) for profile in profiles]
+    marked: tuple[int, int, list[int]] = (256, 257, [])
+    assert results == [marked, marked, (256, 257, [300, 300]), (-1, -1, [300, 301]), marked]
+    assert [profile.placeholders.HasField("audio") for profile in profiles] == [False] * 4 + [True]
     with pytest.raises(LimitExceededError, match="tokens: got 16777218, want at most 16777216 in one request"):
         ask("build", [Grid(2**23 + 1, 1)], profile="breaks")
 

@@ -103,7 +103,7 @@ def test_workers_serve_a_scheme_of_the_users_own_like_any_other(start: Start, mo
         wide = client.with_options(profile="wide").place(SEGMENTS)
         assert wide.dense().tolist() == [[0, 1, 2, 3, 3, 3, 5, 5, 5, 13, 14], [0, 1, 2, 3, 5, 7, 5, 7, 9, 13, 14]]
         known = {scheme.name: scheme for scheme in client.info().schemes}
-        assert (known["plain-tie"].axes, known["plain-tie"].parameters) == (2, ())
+        assert (known["plain-tie"].axes, [*known["plain-tie"].parameters]) == (2, [])
         with pytest.raises(InvalidInputError, match=r"^scheme: got 'mine', want .* omnigen2, diagonal-tie, plain-tie$"):
             client.place(SEGMENTS, "mine")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -172,10 +171,10 @@ class AsyncClient(BaseClient):
             try:
                 async for item in items:
                     request = stream.request(item)
-                    if call.done():
-                        return  # the reader raises the status, here and below
-                    with suppress(grpc.RpcError, asyncio.InvalidStateError):
+                    try:
                         await call.write(request)
+                    except (grpc.RpcError, asyncio.InvalidStateError):
+                        return  # the reader raises the status
                 stream.exhausted = True
             except Exception as error:  # the stream raises it at its end
                 stream.failed = error

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 _SERVICES = [{"service": f"mmpos.rpc.v1.{name}Service"} for name in ("Info", "Position", "Rotary", "Sequence")]
 
+_STREAMS = [
+    {"service": "mmpos.rpc.v1.PositionService", "method": "StreamPlace"},
+    {"service": "mmpos.rpc.v1.SequenceService", "method": "StreamBuild"},
+]
+
 _CHANNEL = {
     # Set no limit here, since the server limits the size of its answers.
     "grpc.max_receive_message_length": -1,
@@ -116,7 +121,9 @@ def channel_options(options: Options) -> list[tuple[str, str | int]]:
         "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED"],
     }
     config: dict[str, object] = {
-        "methodConfig": [{"name": _SERVICES, "retryPolicy": retry}] if options.attempts > 1 else [],
+        # The entry of the streams is more specific. gRPC would send them again until their first answer, but grpc.aio
+        # loses items meanwhile.
+        "methodConfig": [{"name": _STREAMS}, {"name": _SERVICES, "retryPolicy": retry}] if options.attempts > 1 else [],
         # A server that dies fails all its calls at the same time, so up to 500 retries must be possible without a
         # success.
         "retryThrottling": {"maxTokens": 1000, "tokenRatio": 1},
@@ -147,7 +154,7 @@ class BaseClient:
     seconds, or if the server is overloaded, after the time that the server asks for. This is safe because no call
     changes anything on the server. If a server that has answered before disappears, it is assumed to be restarting, and
     calls wait for it within their timeout. If no server has ever answered, the call fails after a second or two with an
-    error that names the cause. A stream is sent again only if it fails before its first answer.
+    error that names the cause. A stream is never sent again.
 
     Args:
         address: "host:port", "unix:path", or, for several servers, a target of gRPC: "dns:///host:port" for all

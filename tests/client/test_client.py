@@ -288,8 +288,9 @@ def test_the_options_determine_retries_balancing_and_the_certificate_name() -> N
         return values, json.loads(str(values["grpc.service_config"]))
 
     several, config = options("dns:///a:1", None, 1, 3, Tls(), None)
-    (calls,) = config["methodConfig"]
-    assert calls["retryPolicy"]["maxAttempts"] == 3
+    streams, calls = config["methodConfig"]
+    assert {name["method"] for name in streams["name"]} == {"StreamPlace", "StreamBuild"}
+    assert ("retryPolicy" in streams, calls["retryPolicy"]["maxAttempts"]) == (False, 3)
     assert config["healthCheckConfig"] == {"serviceName": ""}
     one, config = options("a:1", None, 1, 1, Tls(server_name="b"), None)
     assert ("loadBalancingConfig" in config, config["methodConfig"]) == (False, [])

@@ -188,7 +188,7 @@ class _Handlers(grpc.GenericRpcHandler):
         unary, stream = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         services = [*dict.fromkeys(method.service for method in methods), HEALTH, REFLECTION[0]]
         introspection = Introspection(health, services, shared)
-        self._handlers = {
+        self._handlers: dict[str, Any] = {
             f"/{method.service}/{method.name}": unary(Endpoint(method, shared).answer) for method in methods
         }
         for method in methods:

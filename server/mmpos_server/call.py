@@ -20,7 +20,7 @@ __all__ = ["Call", "GoneError", "PoolName", "Threads"]
 
 T = TypeVar("T")
 
-PoolName = Literal["work", "image", "heavy"]
+PoolName = Literal["work", "image"]
 
 
 class GoneError(BaseException):
@@ -30,11 +30,12 @@ class GoneError(BaseException):
 class Threads:
     """Threads for long work, which all start at once.
 
-    Two are for placements and rotations, one per core is for images, and one for images of more than 16 megapixels.
+    Two are for placements and rotations, and at most two for images.
     """
 
     def __init__(self) -> None:
-        sizes: dict[PoolName, int] = {"work": 2, "image": cores(), "heavy": 1}
+        # An image of 16 megapixels takes 300 MiB, so more threads would need more memory; use more processes instead.
+        sizes: dict[PoolName, int] = {"work": 2, "image": min(2, cores())}
         self.pools = {name: _started(size, f"mmpos-{name}") for name, size in sizes.items()}
 
     def close(self) -> None:

@@ -54,6 +54,9 @@ _BOUNDS = {
     "log_sample": (0, 2**31 - 1),
 }
 
+_SOURCE_PIXELS = 16_000_000
+"""Default of max_source_pixels: a thread that decodes an image of this size takes 300 MiB."""
+
 # The settings of a profile, with their types in TOML; "" in markers stands for None.
 _PROFILE: dict[str, tuple[type, ...]] = {
     "model": (str,),
@@ -306,7 +309,8 @@ def _markers(settings: Mapping[str, Any]) -> Markers:
 def _images(settings: Mapping[str, Any], model: ModelSettings | None) -> ImageProcessor:
     _check_names([field.name for field in fields(ImageProcessor)], settings)
     # Use Pillow by default: the first use of torchvision imports torch, which takes seconds and 600 MiB.
-    processor = (ImageProcessor if model is None else model.image_processor)(**{"backend": "pillow", **settings})
+    defaults = {"backend": "pillow", "max_source_pixels": _SOURCE_PIXELS}
+    processor = (ImageProcessor if model is None else model.image_processor)(**{**defaults, **settings})
     # Import the backend now, not while the first client waits.
     processor.process(np.zeros((processor.patch_size, processor.patch_size, 3), np.uint8))
     return processor

@@ -208,6 +208,8 @@ def failure(error: Exception, request_id: str) -> Failure:
     metadata: tuple[tuple[str, str], ...] = ((REQUEST_ID, request_id),)
     if isinstance(shown, ServiceOverloadedError):
         metadata += ((RETRY_AFTER, str(max(1, round(1000 * shown.retry_after)))),)
+    elif isinstance(shown, LimitExceededError):
+        metadata += ((RETRY_AFTER, "-1"),)  # so that no client tries again
     return Failure(status, shortened(message), request_id, metadata)
 
 

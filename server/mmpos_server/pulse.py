@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from threading import Event, Thread
 from time import monotonic
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -63,7 +64,7 @@ class Pulse:
         failures = 0
         request = health_pb2.HealthCheckRequest().SerializeToString()
         with grpc.insecure_channel(f"unix:{self._folder}/pulse") as channel:
-            check = channel.unary_unary(_CHECK)
+            check: Any = channel.unary_unary(_CHECK)
             while not self._ended.wait(_PERIOD_SECONDS if self._last < _SOON_SECONDS else _SOON_SECONDS):
                 self._began = monotonic()
                 try:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,16 +28,12 @@ from mmpos_server.limits import check, check_answer
 from mmpos_server.plain import SMALL_ANSWER, SMALL_BYTES
 
 if TYPE_CHECKING:
-    from mmpos_server.call import Call, PoolName
+    from mmpos_server.call import Call
 
 __all__ = ["SequenceService"]
 
 _Together = tuple[list[Contents], PlacedDocuments]
 """Documents that were placed together."""
-
-_HEAVY_PIXELS = 16_000_000
-"""Number of pixels above which an image counts as heavy; to bound memory, only a few threads decode heavy images.
-"""
 
 
 @dataclass(slots=True)
@@ -48,7 +44,7 @@ class _Document:
         parts: parts for SequenceBuilder.
         images: number of images among them.
         hashes: content hashes of the images that are not decoded.
-        pool: pool that decodes the images: "heavy" if an image has more than 16 megapixels, "" if there are no images.
+        decoded: whether an image is decoded.
         contents: the encoded parts.
         error: the error; None as long as there is none.
     """
@@ -56,7 +52,7 @@ class _Document:
     parts: list[Any] = field(default_factory=list)
     images: int = 0
     hashes: dict[int, str] = field(default_factory=dict)
-    pool: Literal["", "image", "heavy"] = ""
+    decoded: bool = False
     contents: Contents | None = None
     error: MmposError | None = None
 
@@ -89,14 +85,10 @@ class SequenceService:
             documents = self._read(message, builder, call)
         else:
             documents = await call.run("work", self._read, message, builder, call)
-        decoded: dict[PoolName, list[_Document]] = {"image": [], "heavy": []}
-        for document in documents:
-            if document.pool:
-                decoded[document.pool].append(document)
-        pools = [pool for pool, pending in decoded.items() if pending]
-        for pool in pools:
-            await call.map(pool, self._build, [(builder, [document], call) for document in decoded[pool]])
-        if call.request_bytes <= SMALL_BYTES and (pools or call.answer_bytes <= SMALL_ANSWER):
+        decoded = [document for document in documents if document.decoded]
+        if decoded:
+            await call.map("image", self._build, [(builder, [document], call) for document in decoded])
+        if call.request_bytes <= SMALL_BYTES and (decoded or call.answer_bytes <= SMALL_ANSWER):
             finish()
         else:
             await call.run("work", finish)
@@ -139,7 +131,7 @@ class SequenceService:
             if document.contents is not None or document.error is not None:
                 continue
             try:
-                parts = _CheckedParts(document.parts, call) if document.pool else document.parts
+                parts = _CheckedParts(document.parts, call) if document.decoded else document.parts
                 contents = builder.contents(parts)
                 check("tokens", contents.tokens, self._limits)
             except ServiceError:  # raised by the checkpoint
@@ -263,8 +255,7 @@ class _Size:
             document.hashes[image] = _content_hash(part)
             document.parts[index] = size
             return
-        heavy = document.pool == "heavy" or size.height * size.width > _HEAVY_PIXELS
-        document.pool = "heavy" if heavy else "image"
+        document.decoded = True
         self.pixels += size.height * size.width
         self.patch_bytes += height * width * 3 * np.dtype(images.dtype).itemsize
 

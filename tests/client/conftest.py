@@ -12,7 +12,7 @@ from mmpos_server.testing import running
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Yield the address of the server."""
-    with running() as address:
+    with running(rotations=True) as address:
         yield address
 
 

@@ -374,8 +374,8 @@ def test_the_first_error_ends_a_call_and_cancels_its_queued_work() -> None:
 
         call = Call("a", Arrivals(1.0), threads)
         with pytest.raises(KeyError):
-            await call.map("heavy", fail, [(number,) for number in range(500)])
-        threads.pools["heavy"].submit(int).result(60)
+            await call.map("work", fail, [(number,) for number in range(500)])
+        threads.pools["work"].submit(int).result(60)
         assert len(begun) < 500
         threads.close()
 
@@ -388,25 +388,25 @@ def test_queued_work_ends_when_its_call_is_cancelled() -> None:
 
     async def scenario() -> None:
         threads, arrivals, busy = Threads(), Arrivals(1.0), threading.Event()
-        first = threads.pools["heavy"].submit(busy.wait, 60)
+        first = [threads.pools["work"].submit(busy.wait, 60) for _ in range(2)]
         call, large, begun = Call("a", arrivals, threads), Large(), list[object]()
         seen = weakref.ref(large)
-        queued = asyncio.create_task(call.run("heavy", begun.append, large))
+        queued = asyncio.create_task(call.run("work", begun.append, large))
         await asyncio.sleep(0.01)
         assert arrivals.work.taken == 1
         queued.cancel()
         with pytest.raises(asyncio.CancelledError):
             await queued
         busy.set()
-        first.result(60)
-        threads.pools["heavy"].submit(int).result(60)
+        assert all(waiting.result(60) for waiting in first)
+        threads.pools["work"].submit(int).result(60)
         del large, queued
         await asyncio.sleep(0)  # for the callbacks of the cancelled futures
         gc.collect()
         assert (begun, arrivals.work.taken, seen()) == ([], 0, None)
         call.gone = True
         with pytest.raises(GoneError):
-            await call.run("heavy", int)
+            await call.run("work", int)
         threads.close()
 
     run(scenario())

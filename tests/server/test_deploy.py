@@ -33,7 +33,7 @@ from mmpos.errors import ServiceOverloadedError
 from mmpos_bench.machine import TUNED
 from mmpos_server import process
 from mmpos_server.arrivals import MESSAGES, STREAMS, UNREAD_BYTES
-from mmpos_server.config import ServerConfig, load
+from mmpos_server.config import Profiles, ServerConfig, load
 from mmpos_server.metrics import Metrics
 from mmpos_server.options import app
 
@@ -144,7 +144,9 @@ def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() ->
     assert sum(written) + kept <= 2560 * MIB
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"])
     assert config.request_bytes == largest
-    assert config.profiles["default"]["images"] == {"max_source_pixels": 16_000_000}
+    images = Profiles.from_config(config).default.builder.images
+    assert images is not None
+    assert images.max_source_pixels == 16_000_000
 
 
 @pytest.mark.slow

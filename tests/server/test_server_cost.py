@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,22 +17,21 @@ from mmpos import Grid, MmposError, SegmentTable, Text
 from mmpos.client import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
 from mmpos.rpc.positions import get_query, put_query
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
-from mmpos_server.admission import Admission
-from mmpos_server.call import Call
+from mmpos_server.arrivals import Arrivals
+from mmpos_server.call import Call, Threads
 from mmpos_server.config import Profiles, load
 from mmpos_server.position_service import PositionService, max_segments
 from mmpos_server.rotary_service import RotaryService
 from mmpos_server.sequence_service import SequenceService
 
 CONFIG = load()
-CONTEXT: Any = SimpleNamespace(is_active=lambda: True)
 
 
 @pytest.fixture
 def call() -> Iterator[Call]:
-    admission = Admission(CONFIG.concurrency, CONFIG.clients)
-    yield Call("a", "a", admission, CONTEXT)
-    admission.close()
+    threads = Threads()
+    yield Call("a", Arrivals(1.0), threads)
+    threads.close()
 
 
 # Queries.
@@ -89,7 +88,7 @@ def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, 
     message, answer = positions_pb2.PositionsQuery(), positions_pb2.Positions()
     put_query(message, query)
     call.request_bytes = message.ByteSize()
-    PositionService(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call)
+    asyncio.run(PositionService(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call))
     whole = positions_pb2.Positions.FromString(call.beside.serialize(answer))
     return whole, [stage for stage, _ in call.stages]
 
@@ -112,7 +111,7 @@ LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
 
 
 @pytest.mark.parametrize(("query", "stages"), LARGE.values(), ids=LARGE)
-def test_small_work_runs_in_the_call_thread_and_large_work_in_a_pool(
+def test_small_work_runs_on_the_event_loop_and_large_work_in_a_thread(
     call: Call, query: PositionsQuery, stages: list[str]
 ) -> None:
     answer, result = placed(call, query)
@@ -125,7 +124,7 @@ def built(call: Call, *parts: dict[str, Any], patches: bool = False) -> list[str
     request = sequences_pb2.BuildRequest(query={"documents": [{"parts": parts}], "patches": patches})  # type: ignore[arg-type]
     call.request_bytes = request.ByteSize()
     answer = sequences_pb2.Sequences()
-    SequenceService(Profiles.from_config(CONFIG), CONFIG.limits).build(request.query, answer, call)
+    asyncio.run(SequenceService(Profiles.from_config(CONFIG), CONFIG.limits).build(request.query, answer, call))
     assert [result.WhichOneof("outcome") for result in answer.results] == ["sequence"]
     return [stage for stage, _ in call.stages]
 
@@ -149,12 +148,13 @@ def test_images_are_decoded_and_large_sequences_are_built_in_pools(
 
 
 @pytest.mark.parametrize(("tokens", "stages"), [(2, []), (2**13, ["queue"])])
-def test_few_tokens_are_rotated_in_the_call_thread(call: Call, tokens: int, stages: list[str]) -> None:
+def test_few_tokens_are_rotated_on_the_event_loop(call: Call, tokens: int, stages: list[str]) -> None:
     request = rotary_pb2.RotateRequest(q=tensor(np.ones((tokens, 1, 8)), "float32"))
     request.positions.ids.CopyFrom(tensor([range(tokens)] * 2))
     request.rotary.rotary.head_dim = 8
     call.request_bytes = request.ByteSize()
-    RotaryService(Profiles.from_config(CONFIG), CONFIG.limits).rotate(request, rotary_pb2.RotateResponse(), call)
+    rotations = RotaryService(Profiles.from_config(CONFIG), CONFIG.limits)
+    asyncio.run(rotations.rotate(request, rotary_pb2.RotateResponse(), call))
     assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
 
 
@@ -162,16 +162,13 @@ IMPORTS = """
 import sys
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
-from mmpos_server.rotary_service import _device_of_torch, device
-absent = {"torch", "torchvision", "cryptography", "opentelemetry"} - set(sys.modules)
 methods(Profiles.from_config(load()), Limits())
-print(sorted(absent), "torch" in sys.modules, device() != "", "torch" in sys.modules)
-_device_of_torch()
-print("torch" in sys.modules, device() in ("cpu", "cuda"))
+print(sorted({"torch", "torchvision", "cryptography", "opentelemetry"} & set(sys.modules)))
+methods(Profiles.from_config(load()), Limits(), rotations=True)
+print("torch" in sys.modules)
 """
 
 
-def test_torch_is_not_imported_before_a_rotation() -> None:
-    completed = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=120)
-    absent = "['cryptography', 'opentelemetry', 'torch', 'torchvision']"
-    assert completed.stdout == f"{absent} False True False\nTrue True\n"
+def test_torch_is_imported_before_the_first_call_and_only_for_rotations() -> None:
+    completed = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=300)
+    assert completed.stdout == "[]\nTrue\n"

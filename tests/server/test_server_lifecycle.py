@@ -114,7 +114,7 @@ def test_a_rolling_restart_answers_every_call(start: Start) -> None:
 
     def load(_: int) -> int:
         number = 0
-        with Client(listen, timeout=60) as client:
+        with Client(f"ipv4:{','.join(listen)}", timeout=60) as client:
             while not over.is_set():
                 number += client.place(SEGMENTS).num_tokens == 3
         return number

@@ -118,9 +118,9 @@ def test_a_request_that_does_not_arrive_in_time_is_ended_and_logged(
             assert (code, b"request: no whole message arrived in 0 s" in error) == ("DEADLINE_EXCEEDED", True), path
         assert status_of(connection, PLACE, REQUEST) == "OK"
     assert eventually(lambda: not server.taken() and server.metric("in_flight") == 0)
+    late = ["Place", "StreamPlace", "Check", "Watch", "ServerReflectionInfo"]
     assert [(line["method"], line["status"]) for line in logs.lines()] == [
-        ("Place", "DEADLINE_EXCEEDED"),
-        ("StreamPlace", "DEADLINE_EXCEEDED"),
+        *((method, "DEADLINE_EXCEEDED") for method in late),
         ("Place", "OK"),
     ]
 
@@ -152,8 +152,9 @@ def test_half_requests_keep_no_other_client_waiting(serve: Serve, half: bytes, p
         code, error = connection.ended(streams[arrivals.MESSAGES])
         assert (code, b"late_messages: too many messages arrive slowly" in error) == ("RESOURCE_EXHAUSTED", True)
         assert status_of(other, path, message(b"") if path == CHECK else REQUEST) == "OK"
+        labels = {"method": path.rpartition("/")[2], "reason": "late_messages"}
+        assert eventually(lambda: server.metric("refused_total", **labels) == 252)
     assert eventually(lambda: not server.taken())
-    assert server.metric("refused_total", method=path.rpartition("/")[2], reason="late_messages") == 252
 
 
 # Answers that are not read

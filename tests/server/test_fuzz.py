@@ -13,7 +13,6 @@ from fuzz import Verdict, Witness, fuzz, rounds
 from serving import serving
 from waiting import eventually, without_torch
 
-from mmpos_server.services import methods
 
 MEMORY = 400
 """MiB by which the server may grow: its caches and arenas still fill during the few seconds of the test."""
@@ -66,7 +65,7 @@ def test_a_server_withstands_attacks_for_a_few_seconds(tmp_path: Path, capsys: p
 
 @pytest.mark.slow
 def test_attacks_leave_no_slot_taken() -> None:
-    wanted = {"OK", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+    wanted = {"OK", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}
     with serving(options={"methods": None}) as server:
         tally = asyncio.run(rounds(server.address, "slots", list(ATTACKS), time.time() + 3, 0))
         assert tally.statuses.keys() >= wanted

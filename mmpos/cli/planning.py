@@ -66,21 +66,15 @@ def plan_packs(
 
 
 def _ready_shards(inputs: Sequence[str]) -> list[SequenceShard]:
-    """Open folders through their manifests, and other files directly, in the order of the inputs."""
+    """Open folders of finished runs, and other files directly, in the order of the inputs."""
     from mmpos.data import SequenceShard, sequence_shards, shards
-    from mmpos.data.stores import store_path
+    from mmpos.data.paths import checked_path, kind_of
 
-    listed: dict[str, SequenceShard] = {}
-    paths: list[str] = []
+    opened: list[str] = []
     for i, name in enumerate(inputs):
-        path = store_path(f"paths[{i}]", name)
-        if path.exists() and not path.is_file():
-            in_folder = {shard.source: shard for shard in sequence_shards(path)}
-            listed |= in_folder
-            paths += in_folder
-        else:
-            paths.append(name)
-    return [listed.get(reader.source) or SequenceShard(reader.source) for reader in shards(paths)]
+        path = checked_path(f"paths[{i}]", name)
+        opened += [one.source for one in sequence_shards(path)] if kind_of(path) == "folder" else [path]
+    return [SequenceShard(reader.source) for reader in shards(opened)]
 
 
 def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:

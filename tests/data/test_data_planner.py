@@ -432,7 +432,7 @@ def test_the_command_writes_an_index_and_a_report(tmp_path: Path, capsys: pytest
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
 
 
-def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_the_files_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text_list": ["some words"], "image_info": []}\n' * 4)
     ready, index = tmp_path / "ready", tmp_path / "index.parquet"
     preprocess = Preprocess(MMC4(), SequenceBuilder())
@@ -443,4 +443,4 @@ def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pyte
     assert "4, with 40 tokens" in capsys.readouterr().out
     (ready / "a.parquet").unlink()
     assert main(command) == 2
-    assert f"{ready}/a.parquet: got no file, want the one listed in {ready}/manifest.json" in capsys.readouterr().err
+    assert f"{ready}/_run.json: got 0 of the files of a.jsonl, want all" in capsys.readouterr().err

@@ -13,10 +13,10 @@ from pyarrow import compute, parquet
 
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
+from mmpos.data.paths import checked_path, open_parquet, write_file
 from mmpos.data.planner.cost import Headers
 from mmpos.data.planner.plan import TrainingPlan
-from mmpos.data.preprocess.storage import SequenceRows, SequenceShard
-from mmpos.data.stores import open_parquet, store_path
+from mmpos.data.storage import SequenceRows, SequenceShard
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, instance, int_array, integer
 from mmpos.support.ragged import ragged_arange
@@ -121,7 +121,7 @@ def write_index(
     facts = {"version": _VERSION, "ranks": plan.ranks, "microbatches": plan.microbatches, "steps": plan.num_steps}
     facts["max_tokens"] = plan.max_tokens
     table = table.replace_schema_metadata({_METADATA: json.dumps(facts)})
-    with store_path("path", path).write() as file:
+    with write_file(checked_path("path", path)) as file:
         parquet.write_table(table, file, row_group_size=_GROUP_ROWS, compression="zstd", write_page_checksum=True)
 
 
@@ -173,7 +173,7 @@ class PlannedPacks:
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
-        self._path = store_path("path", path)
+        self._path = checked_path("path", path)
         with self._open() as file:
             facts = self._facts(file)
         self.ranks, self.microbatches, self.max_tokens, self.num_steps = (

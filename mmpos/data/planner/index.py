@@ -13,7 +13,7 @@ from pyarrow import compute, parquet
 
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
-from mmpos.data.paths import checked_path, open_parquet, write_file
+from mmpos.data.paths import checked_path, is_url, open_parquet, write_file
 from mmpos.data.planner.cost import Headers
 from mmpos.data.planner.plan import TrainingPlan
 from mmpos.data.storage import SequenceRows, SequenceShard
@@ -87,7 +87,7 @@ def write_index(
     Args:
         path: path or URL of the file.
         plan: the plan.
-        shards: paths of the shards.
+        shards: paths of the shards; relative ones are stored as absolute paths, which are right in every folder.
         shard: (examples,) index into ``shards`` of each example in the headers of the plan.
         row: (examples,) index of each example in its shard.
 
@@ -106,13 +106,14 @@ def write_index(
     step, place = np.divmod(pack, plan.ranks * plan.microbatches)
     tokens = plan.member_tokens
     before = tokens.cumsum() - tokens
+    names = [_absolute(str(name)) for name in shards]
     columns = {
         "step": step,
         "rank": place // plan.microbatches,
         "microbatch": place % plan.microbatches,
         "offset": before - before[plan.pack_offsets[:-1]].repeat(sizes),
         "tokens": tokens,
-        "shard": pa.DictionaryArray.from_arrays(shard[plan.members].astype(np.int32), list(map(str, shards))),
+        "shard": pa.DictionaryArray.from_arrays(shard[plan.members].astype(np.int32), names),
         "row": row[plan.members],
         "weight": plan.weights[pack],
         "needs_image": plan.needs_image[pack],
@@ -210,29 +211,31 @@ class PlannedPacks:
 
     def _packs(self, start: int) -> Iterator[list[PlannedPack]]:
         shards: dict[str, SequenceRows] = {}
+        table = self._rows()
+        bounds = np.searchsorted(table["step"].to_numpy(), np.arange(self.num_steps + 1)).tolist()
         try:
-            with self._open() as file:
-                for step, rows in enumerate(self._steps(file, start), start):
-                    packs = [self._pack(rows, step, microbatch, shards) for microbatch in range(self.microbatches)]
-                    self._step = step + 1
-                    yield packs
+            for step in range(start, self.num_steps):
+                rows = table.slice(bounds[step], bounds[step + 1] - bounds[step])
+                packs = [self._pack(rows, step, microbatch, shards) for microbatch in range(self.microbatches)]
+                self._step = step + 1
+                yield packs
         finally:
             for opened in shards.values():
                 opened.close()
 
-    def _steps(self, file: parquet.ParquetFile, step: int) -> Iterator[pa.Table]:
-        """Yield the rows of this rank for each step, starting at this one."""
-        held = INDEX_SCHEMA.empty_table()
-        for group in range(file.num_row_groups):
-            rows = self._group(file, group)
-            last = compute.max(rows["step"]).as_py() or 0  # may continue in the next group
-            wanted = compute.and_(compute.equal(rows["rank"], self.rank), compute.greater_equal(rows["step"], step))
-            held = pa.concat_tables([held, rows.filter(wanted)])
-            stop = self.num_steps if group == file.num_row_groups - 1 else last
-            while step < stop:
-                mine = compute.equal(held["step"], step)
-                yield held.filter(mine)
-                held, step = held.filter(compute.invert(mine)), step + 1
+    def _rows(self) -> pa.Table:
+        """Read the rows of this rank."""
+        own = [INDEX_SCHEMA.empty_table()]
+        with self._open() as file:
+            try:
+                for group in range(file.num_row_groups):
+                    rows = file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
+                    rows.validate(full=True)
+                    own.append(rows.filter(compute.equal(rows["rank"], self.rank)))
+            except (OSError, ValueError, pa.ArrowException) as error:
+                got = f"rows that cannot be read ({error})"
+                raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan") from error
+        return pa.concat_tables(own)
 
     def _pack(self, rows: pa.Table, step: int, microbatch: int, shards: dict[str, SequenceRows]) -> PlannedPack:
         mine = rows.filter(compute.equal(rows["microbatch"], microbatch)).to_pylist()
@@ -266,15 +269,6 @@ class PlannedPacks:
                 raise  # the file does not exist or is not readable
             raise InvalidInputError(f"{self._path}: got no Parquet file ({error}), want the index of a plan") from error
 
-    def _group(self, file: parquet.ParquetFile, group: int) -> pa.Table:
-        try:
-            rows = file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
-            rows.validate(full=True)
-            return rows
-        except (OSError, ValueError, pa.ArrowException) as error:
-            got = f"rows that cannot be read ({error})"
-            raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan") from error
-
     def _facts(self, file: parquet.ParquetFile) -> Mapping[str, object]:
         stored = (file.metadata.metadata or {}).get(_METADATA)
         try:
@@ -286,3 +280,7 @@ class PlannedPacks:
             got = "a Parquet file without an index" if stored is None else f"version {version}"
             raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan, version {_VERSION}")
         return facts
+
+
+def _absolute(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mmpos.data.examples import Preprocess
     from mmpos.sequence.builder import SequenceBuilder
 
-FORMATS = ("obelics", "mmc4", "chat", "llava", "finevision", "hf", "pairs", "tar-documents")
+FORMATS = ("obelics", "mmc4", "chat", "llava", "finevision", "hf", "pairs", "tar-documents", "texts")
 
 _PAUSE = 5.0  # seconds between two progress lines
 _REASONS = 5  # number of reasons that the summary lists

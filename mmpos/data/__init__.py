@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Obelics,
         Pairs,
         TarDocuments,
+        Texts,
         TokenizerTemplate,
         Turn,
     )
@@ -81,6 +82,7 @@ __all__ = [
     "Stage",
     "Summary",
     "TarDocuments",
+    "Texts",
     "TokenizerTemplate",
     "TrainingPlan",
     "Turn",
@@ -103,7 +105,7 @@ _ROOMS = {
     "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "FineVision", "HFImages", "LLaVA", "Obelics"),
-        *("Pairs", "TarDocuments", "TokenizerTemplate", "Turn"),
+        *("Pairs", "TarDocuments", "Texts", "TokenizerTemplate", "Turn"),
     ),
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),

@@ -38,15 +38,6 @@ _PAUSE = 0.1  # seconds between two messages from a worker
 def run_local(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     """Run the tasks on this machine, several at a time.
 
-    Args:
-        job: work to do on each part.
-        tasks: inputs and outputs.
-        workers: number of processes; a single worker runs in this process. Worker processes are killed, and may leave
-            temporary files, if the iterator is closed early or fails.
-
-    Yields:
-        The steps of all parts as they occur.
-
     Raises:
         ChildProcessError: a worker was killed.
     """
@@ -157,15 +148,6 @@ def run_ray(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step
     this machine; else in one started for the pipeline and stopped at the end. A row is a part of a shard with its raw
     records, and becomes a file that is written whole, so repeated work writes the same bytes. Inputs and outputs must
     have the same paths on all machines; relative paths are resolved against the current folder of this process.
-
-    Args:
-        job: work to do on each part.
-        tasks: inputs and outputs.
-        workers: maximum number of actors, each sharing one CPU with the readers; in a smaller cluster, as many run as
-            there are CPUs.
-
-    Yields:
-        The last step of each part.
     """
     with needed_for("the ray engine", extra="ray"):
         import ray

@@ -43,10 +43,6 @@ def checked_path(name: str, path: str | os.PathLike[str]) -> str:
     >>> checked_path("output", "S3://bucket/folder")
     's3://bucket/folder'
 
-    Args:
-        name: name of the argument in error messages.
-        path: path on this machine, or URL with a scheme of fsspec; ``file:`` means this machine.
-
     Raises:
         InvalidInputError: the URL holds credentials, which would be printed and stored, or an unknown option.
     """
@@ -119,11 +115,7 @@ class _LocalFile(io.FileIO):
 
 
 class _StoreFile(io.RawIOBase):
-    """Seekable file over an object in a store; its errors name the URL.
-
-    Args:
-        url: URL of the object.
-    """
+    """Seekable file over an object in a store; its errors name the URL."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -189,9 +181,6 @@ def write_file(path: str) -> Iterator[IO[bytes]]:
     On this machine, a temporary file in the same folder is renamed. For a store, the content is held in memory, or
     above 64 MiB in a temporary file, and uploaded when the block ends.
 
-    Yields:
-        A file to write bytes to.
-
     Raises:
         OSError: the file cannot be written; the error names the path. An existing file is unchanged.
     """
@@ -216,10 +205,6 @@ def write_file(path: str) -> Iterator[IO[bytes]]:
 def facts_of(path: str) -> dict[str, object]:
     """Return facts about a file that change when the file is rewritten, in JSON.
 
-    Returns:
-        ``size`` in bytes; and ``modified``, the time of a file on this machine in nanoseconds, or ``version``, the
-        ETag, checksum or time of an object that fsspec reports.
-
     Raises:
         OSError: the file does not exist, or the store does not respond; the error names the path.
     """
@@ -243,10 +228,6 @@ def kind_of(path: str) -> str | None:
 
 def matches(pattern: str, folder: str | None = None) -> list[str]:
     """List the files that match a pattern with ``*``, ``?``, ``[…]`` or ``**``, sorted; see fsspec's glob.
-
-    Args:
-        pattern: path with a pattern, or the pattern of names in ``folder``.
-        folder: folder whose name is not a pattern.
 
     Raises:
         OSError: the store cannot be listed; the error names the path.

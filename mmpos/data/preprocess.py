@@ -539,12 +539,7 @@ def _with_outputs(job: PartJob, task: Task, files: Mapping[int, str]) -> Task:
 
 
 class _Progress:
-    """Progress of a run, reported at intervals.
-
-    Args:
-        report: called with the progress; None reports nothing.
-        tasks: all tasks, with the outputs of earlier runs.
-    """
+    """Progress of a run, reported at intervals."""
 
     def __init__(self, report: Callable[[Progress], None] | None, tasks: Sequence[Task]) -> None:
         self._report, self._tasks = report, tasks

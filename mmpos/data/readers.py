@@ -368,11 +368,7 @@ class TarReader(FileReader):
 
 
 class _Archive:
-    """Archive that checks itself in the same way for every choice of records, so that all readers find the same damage.
-
-    Args:
-        packed: file of the archive.
-    """
+    """Archive that checks itself in the same way for every choice of records, so all readers find the same damage."""
 
     _tar: tarfile.TarFile
 

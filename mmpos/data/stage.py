@@ -55,13 +55,6 @@ class Stage:
     def __call__(self, block: Block, indices: Sequence[int] | None = None) -> pa.Table:
         """Convert a batch of records to examples.
 
-        Args:
-            block: the records; its columns are the fields that the format reads.
-            indices: numbers of the records, as ``datasets.Dataset.map(with_indices=True)`` passes them.
-
-        Returns:
-            a table of ``SCHEMA`` with one row per record.
-
         Raises:
             InvalidInputError: block is not a batch, lacks the column ``source`` or ``index``, or an index is no number.
             UnsupportedError: the builder lacks a component that a record needs.

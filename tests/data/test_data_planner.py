@@ -346,7 +346,7 @@ def test_an_edited_index_is_refused(written: Path, column: str, value: int, mess
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        (b"{", "got version None, want the index of a plan, version 1"),
+        (b"{", r"got the index b'{', want the index of a plan, version 1"),
         (b'{"version": 1}', "ranks: got None, want an integer"),
     ],
 )

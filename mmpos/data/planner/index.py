@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,30 +54,24 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
         the headers of all examples, and for each example the index of its shard and its row in the shard.
     """
     merged = integer("patches_per_token", patches_per_token, minimum=1)
-    tokens, labels, patches, images, counts = [], [], [], [], []
+    tokens, labels, grids, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], list[IntArray](), list[int]()
     for i, shard in enumerate(shards):
         instance(f"shards[{i}]", shard, SequenceShard, "SequenceShard(path)")
         columns = shard.columns(["num_tokens", "labels", "grid_thw"])
         tokens.append(columns["num_tokens"].to_numpy())
         lists = columns["labels"].combine_chunks()
-        trained = compute.cast(compute.not_equal(lists.flatten(), IGNORE_INDEX), pa.int64()).to_numpy().copy()
         ends = np.append(0, compute.list_value_length(lists).to_numpy().cumsum())
+        trained = compute.not_equal(lists.flatten(), IGNORE_INDEX).to_numpy(zero_copy_only=False).astype(np.int64)
         trained[ends[:-1]] = 0  # no token predicts the first token of a document
-        before = np.append(0, trained.cumsum())
-        labels.append(np.diff(before[ends]))
-        grids = [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
-        patches += [(grid[:, 1] * grid[:, 2] * merged).repeat(grid[:, 0]) for grid in grids]
-        images += [int(grid[:, 0].sum()) for grid in grids]
+        labels.append(np.diff(np.append(0, trained.cumsum())[ends]))
+        grids += [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
         counts.append(len(lists))
-    empty = np.zeros(0, np.int64)
-    headers = Headers(
-        np.concatenate([empty, *tokens]),
-        np.concatenate([empty, *labels]),
-        np.concatenate([empty, *patches]),
-        images or empty,
+    frames = np.concatenate([np.zeros((0, 3), np.int64), *grids])
+    patches = (frames[:, 1] * frames[:, 2] * merged).repeat(frames[:, 0])
+    images = np.array([grid[:, 0].sum() for grid in grids], np.int64)
+    return Headers(np.concatenate(tokens), np.concatenate(labels), patches, images), *ragged_arange(
+        np.array(counts, int)
     )
-    shard_of, row = ragged_arange(np.array(counts, np.int64))
-    return headers, shard_of, row
 
 
 def write_index(
@@ -239,27 +234,26 @@ class PlannedPacks:
 
     def _pack(self, rows: pa.Table, step: int, microbatch: int, shards: dict[str, SequenceRows]) -> PlannedPack:
         mine = rows.filter(compute.equal(rows["microbatch"], microbatch)).to_pylist()
+        here = f"step {step} and rank {self.rank}"
         if not mine:
-            got = f"no examples in microbatch {microbatch} of step {step} and rank {self.rank}"
-            raise InvalidInputError(f"{self._path}: got {got}, want one or more; the index has changed")
+            raise self._changed("index", f"no examples in microbatch {microbatch} of {here}", "one or more")
         examples: list[Example] = []
+        before = 0
         for row in mine:
-            before = sum(example.num_tokens for example in examples)
             if row["offset"] != before:
-                got = f"offset {row['offset']} in step {step} and rank {self.rank}"
-                raise InvalidInputError(f"{self._path}: got {got}, want {before}; the index has changed")
-            name = row["shard"]
-            if name not in shards:
-                shards[name] = SequenceShard(name).rows()
-            if not 0 <= row["row"] < len(shards[name]):
-                got, want = f"row {row['row']} of {name}", f"one of its {len(shards[name])} rows"
-                raise InvalidInputError(f"{self._path}: got {got}, want {want}; the shard has changed")
-            example = shards[name][row["row"]]
-            if example.num_tokens != row["tokens"]:
-                got = f"{example.num_tokens} tokens in {name}[{row['row']}]"
-                raise InvalidInputError(f"{self._path}: got {got}, want {row['tokens']}; the shard has changed")
-            examples.append(example)
+                raise self._changed("index", f"offset {row['offset']} in {here}", before)
+            name, number = row["shard"], row["row"]
+            opened = shards.get(name) or shards.setdefault(name, SequenceShard(name).rows())
+            if not 0 <= number < len(opened):
+                raise self._changed("shard", f"row {number} of {name}", f"one of its {len(opened)} rows")
+            examples.append(opened[number])
+            if examples[-1].num_tokens != row["tokens"]:
+                raise self._changed("shard", f"{examples[-1].num_tokens} tokens in {name}[{number}]", row["tokens"])
+            before += row["tokens"]
         return PlannedPack(Pack(tuple(examples), self.max_tokens), mine[0]["weight"], mine[0]["needs_image"])
+
+    def _changed(self, what: str, got: str, want: object) -> InvalidInputError:
+        return InvalidInputError(f"{self._path}: got {got}, want {want}; the {what} has changed")
 
     def _open(self) -> parquet.ParquetFile:
         try:
@@ -271,15 +265,12 @@ class PlannedPacks:
 
     def _facts(self, file: parquet.ParquetFile) -> Mapping[str, object]:
         stored = (file.metadata.metadata or {}).get(_METADATA)
-        try:
-            facts = {} if stored is None else json.loads(stored)
-        except ValueError:
-            facts = None
-        version = facts.get("version") if isinstance(facts, dict) else None
-        if not isinstance(facts, dict) or version != _VERSION:
-            got = "a Parquet file without an index" if stored is None else f"version {version}"
-            raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan, version {_VERSION}")
-        return facts
+        with suppress(ValueError, AttributeError):
+            facts: Mapping[str, object] = json.loads(stored or b"{}")
+            if facts.get("version") == _VERSION:
+                return facts
+        got = "a Parquet file without an index" if stored is None else f"the index {stored[:80]!r}"
+        raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan, version {_VERSION}")
 
 
 def _absolute(path: str) -> str:

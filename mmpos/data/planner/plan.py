@@ -121,11 +121,9 @@ class TrainingPlan:
             yield [self.members[a:b] for a, b in pairwise(bounds)]
 
     def __repr__(self) -> str:
-        return (
-            f"TrainingPlan({counted(self.num_steps, 'step')} of {counted(self.ranks, 'rank')} with "
-            f"{counted(self.microbatches, 'microbatch')}, "
-            f"fill={self.fill:.3f}, straggling={self.straggling():.4f})"
-        )
+        steps = f"{counted(self.num_steps, 'step')} of {counted(self.ranks, 'rank')}"
+        packs = f"{counted(self.microbatches, 'microbatch')}, fill={self.fill:.3f}, straggling={self.straggling():.4f}"
+        return f"TrainingPlan({steps} with {packs})"
 
 
 def plan(

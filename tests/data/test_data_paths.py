@@ -356,31 +356,36 @@ def test_killed_runs_lose_and_double_nothing_and_leave_nothing_behind(
     for name in ("a", "b", "c"):
         write_tar(tmp_path / f"{name}.tar", [{**row, "id": f"{name}{row['id']}"} for row in rows])
     (tmp_path / "run.py").write_text(PREPROCESS)
-    out = str(tmp_path / "out") if store == "local" else f"s3://{bucket}/out"
-    random.seed(0)
-    kills = 0
-    while True:
+    place = str(tmp_path) if store == "local" else f"s3://{bucket}"
+
+    def finishes(out: str, within: float) -> bool:
+        """Run the program, and kill it after this time; return whether it had finished."""
         arguments = [sys.executable, str(tmp_path / "run.py"), f"{tmp_path}/*.tar", out, str(workers)]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             assert process.stdout is not None
             process.stdout.readline()
             try:
-                code = process.wait(random.random() * (1 if workers == 1 else 4) if kills < KILLS else 300)
+                assert process.wait(within) == 0
             except subprocess.TimeoutExpired:
                 process.kill()
-                kills += 1
-                continue
-        assert code == 0
-        break
-    assert kills
-    keys, errors = list[str](), list[str]()
-    for shard in sequence_shards(out):
-        keys += [example.key for example in shard.examples()]
-        errors += shard.errors()
-    assert sorted(keys) == sorted(f"{name}{i}" for name in "abc" for i in range(200) if i != 7)
-    assert sorted(map(paths.base_name, errors)) == ["a.tar[7]", "b.tar[7]", "c.tar[7]"]
-    left = os.listdir(out) if store == "local" else [paths.base_name(path) for path in matches("*", out)]
-    assert all(re.fullmatch(r"_run\.json|[abc](\.part\d{5})?\.parquet", name) for name in left), left
+                return False
+        return True
+
+    begun = time.monotonic()
+    assert finishes(f"{place}/whole", 300)
+    seconds, chance, kills = time.monotonic() - begun, random.Random(0), 0
+    while kills < KILLS:
+        out = f"{place}/out-{kills}"
+        while not finishes(out, chance.random() * seconds):
+            kills += 1
+        keys, errors = list[str](), list[str]()
+        for shard in sequence_shards(out):
+            keys += [example.key for example in shard.examples()]
+            errors += shard.errors()
+        assert sorted(keys) == sorted(f"{name}{i}" for name in "abc" for i in range(200) if i != 7)
+        assert sorted(map(paths.base_name, errors)) == ["a.tar[7]", "b.tar[7]", "c.tar[7]"]
+        left = os.listdir(out) if store == "local" else [paths.base_name(path) for path in matches("*", out)]
+        assert all(re.fullmatch(r"_run\.json|[abc](\.part\d{5})?\.parquet", name) for name in left), left
     if store == "s3":
         client: Any = boto3.client("s3", endpoint_url=f"http://{server}", region_name="us-east-1")
         assert not client.list_multipart_uploads(Bucket=bucket).get("Uploads")

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
         Turn,
     )
     from mmpos.data.formats.images import Images
+    from mmpos.data.job import Counts, Output
     from mmpos.data.loader import BatchDataset
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
     from mmpos.data.planner.cost import Cost, Headers
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
     from mmpos.data.planner.plan import TrainingPlan, plan
-    from mmpos.data.preprocess import Counts, Output, Progress, Summary, sequence_shards, write_sequences
+    from mmpos.data.preprocess import Progress, Summary, sequence_shards, write_sequences
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
     from mmpos.data.readers import Reader, dataset_shards, shards
@@ -113,7 +114,8 @@ _ROOMS = {
     "planner.cost": ("Cost", "Headers"),
     "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
     "planner.plan": ("TrainingPlan", "plan"),
-    "preprocess": ("Counts", "Output", "Progress", "Summary", "sequence_shards", "write_sequences"),
+    "job": ("Counts", "Output"),
+    "preprocess": ("Progress", "Summary", "sequence_shards", "write_sequences"),
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),
     "stage": ("Stage", "read_examples"),

@@ -19,16 +19,14 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pyarrow as pa
 
+from mmpos.data.job import PartJob, Step, Task
 from mmpos.data.paths import is_url
 from mmpos.support.extras import needed_for
 from mmpos.support.interrupts import no_interrupts
-
-if TYPE_CHECKING:
-    from mmpos.data.preprocess import PartJob, Step, Task
 
 __all__ = ["run_local", "run_ray"]
 

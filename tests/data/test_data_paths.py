@@ -331,8 +331,8 @@ def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
 PREPROCESS = """
 import json, os, sys
 from mmpos import ImageProcessor, SequenceBuilder
-from mmpos.data import Pairs, Preprocess, preprocess, shards, storage, write_sequences
-preprocess.PART_BYTES, storage.GROUP_ROWS = 2**16, 4
+from mmpos.data import Pairs, Preprocess, job, shards, storage, write_sequences
+job.PART_BYTES, storage.GROUP_ROWS = 2**16, 4
 pairs = Preprocess(Pairs(), SequenceBuilder(images=ImageProcessor("pillow", max_tokens=64)))
 if __name__ == "__main__":
     print("begun", flush=True)

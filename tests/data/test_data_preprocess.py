@@ -33,11 +33,13 @@ from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, Unsupporte
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
 from mmpos.cli.preprocess import described
+from mmpos.data import job
 from mmpos.data import preprocess as runner
 from mmpos.data.examples import Location, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.images import Images
-from mmpos.data.preprocess import Counts, Progress, Summary, sequence_shards, write_sequences
+from mmpos.data.job import Counts
+from mmpos.data.preprocess import Progress, Summary, sequence_shards, write_sequences
 from mmpos.data.readers import shards
 from mmpos.data.settings import describe, differences
 from mmpos.data.storage import SequenceShard
@@ -248,7 +250,7 @@ def test_too_many_skipped_records_stop_a_worker_at_the_end_of_a_file(tmp_path: P
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """End a file at 62 bytes, after two pages: each page has 15 bytes of text, and its two nulls count as 16 more."""
-    monkeypatch.setattr(runner, "PART_BYTES", 62)
+    monkeypatch.setattr(job, "PART_BYTES", 62)
 
 
 NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
@@ -266,14 +268,14 @@ def test_only_missing_files_of_an_input_are_written_again(tmp_path: Path, missin
         (out / NAMES[part]).unlink()
     with pytest.raises(InvalidInputError, match=r"got \d of the files of s0\.jsonl, want all; run mmpos "):
         sequence_shards(out)
-    settings = runner._settings(PAGES)
+    settings = job.settings_of(PAGES)
 
     def counting(record: Any, location: Location) -> Any:
         seen.append(record["id"])
         return PAGES(record, location)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_settings", lambda _: settings)
+        patch.setattr(job, "settings_of", lambda _: settings)
         again = write_sequences(readers, out, counting)
     assert seen == [f"0-{i}" for part in missing for i in (2 * part, 2 * part + 1) if i < 5]
     assert reused(again) == [part not in missing for part in range(3)] + [True] * 3
@@ -560,7 +562,7 @@ def test_progress_shows_what_was_read_the_rates_and_the_remaining_time() -> None
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "tar", "tar.gz"])
 def test_progress_grows_evenly_within_one_file(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PART_BYTES", 2**16)
+    monkeypatch.setattr(job, "PART_BYTES", 2**16)
     monkeypatch.setattr(runner, "_PAUSE", 0.0)
     rows = records(0, 200)
     for row in rows:

@@ -16,7 +16,8 @@ from waiting import alive, eventually
 from mmpos.__main__ import main
 from mmpos.data import sequence_shards
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.preprocess import Counts, Progress, write_sequences
+from mmpos.data.job import Counts
+from mmpos.data.preprocess import Progress, write_sequences
 from mmpos.data.readers import shards
 from mmpos.data.storage import SequenceShard
 

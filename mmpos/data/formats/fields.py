@@ -38,8 +38,8 @@ _SIGNATURE = re.compile(
 _KEYS = ("id", "__key__", "__url__")
 
 _FILE = re.compile(
-    r"data:(image|video|audio)/.*|\S+\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|mp4|m4v|mov|mkv|webm|wav|mp3|flac|ogg|m4a)",
-    re.DOTALL | re.IGNORECASE,
+    r"data:(image|video|audio)/|\S{1,2048}\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|mp4|mov|mkv|webm|wav|mp3|flac|ogg)$",
+    re.IGNORECASE,
 )
 """Texts that name a file of media."""
 
@@ -260,7 +260,7 @@ def _is_media(name: object, value: Any, placed: bool) -> bool:
         return not isinstance(value, int | float) and not (placed and match["origin"])
     item = next((item for item in value if item is not None), None) if _is_list(value) else value
     if isinstance(item, str):  # beside placed media, a text may say where they come from
-        return not placed and name not in _KEYS and _FILE.fullmatch(item) is not None
+        return not placed and name not in _KEYS and _FILE.match(item) is not None
     if isinstance(item, Mapping):
         if item.keys() == {"bytes", "path"} or item.keys() >= {"array", "sampling_rate"}:
             return True

@@ -550,7 +550,7 @@ def test_command_options_are_passed_to_the_library(capsys: pytest.CaptureFixture
     assert got.sequence.positions.scheme == "flatten"
 
 
-def test_progress_shows_what_was_read_the_rates_and_the_remaining_time() -> None:
+def test_progress_is_described_with_rates_and_the_remaining_time() -> None:
     counts, reasons = Counts(documents=30, tokens=3000, images=30, skipped=10, images_dropped=1), Counter[str]()
     progress = Progress(60_000_000, 100_000_000, "bytes", 20_000_000, 20.0, counts, reasons)
     want = "60 of 100 MB, 30 documents, 10 skipped, 1 image dropped, 2 records/s, 150 tokens/s, 2.0 MB/s, 0:00:20 left"

@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -271,8 +272,8 @@ def remove(path: str) -> None:
             filesystem.rm_file(key)
 
 
-def abort_uploads(folder: str) -> None:
-    """Remove the parts of objects that killed processes uploaded to a folder on S3; other stores do this alone."""
+def abort_uploads(folder: str, is_ours: Callable[[str], bool]) -> None:
+    """Remove parts of objects with our names that killed processes uploaded to S3; other stores do this alone."""
     if folder.partition(":")[0] != "s3":
         return
     with needed_for("output on S3", extra="s3"):
@@ -281,12 +282,17 @@ def abort_uploads(folder: str) -> None:
     endpoint = options.get("endpoint_override")
     if endpoint is not None and "://" not in endpoint:
         endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
-    with _naming(folder):
-        client = boto3.client("s3", endpoint_url=endpoint, region_name=options.get("region"))
-        bucket, _, prefix = _located(folder)[1].partition("/")
-        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{prefix}/".lstrip("/"))
-        for upload in (upload for page in pages for upload in page.get("Uploads", ())):
-            client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    client = boto3.client("s3", endpoint_url=endpoint, region_name=options.get("region"))
+    bucket, _, prefix = f"{_located(folder)[1].rstrip('/')}/".partition("/")
+    try:
+        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+        uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+        for upload in uploads:
+            if is_ours(upload["Key"].removeprefix(prefix)):
+                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    except Exception as error:  # the rights to list and abort uploads are separate from those to write
+        public = _SECRET.sub("", str(error))[:300]
+        warnings.warn(f"{folder}: uploads of killed runs could not be removed ({public})", UserWarning, stacklevel=4)
 
 
 def _info(url: str) -> Any:

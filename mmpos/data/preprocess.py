@@ -139,14 +139,14 @@ def write_sequences(
         tasks = _resumed(job, tasks, where, overwrite)
         progress = _Progress(report, tasks)
         try:
-            _sweep(where, tasks)
+            _sweep(where)
             unfinished = [task for task in tasks if task.begin is not None]
             run = run_local if engine == "local" else run_ray
             with closing(run(job, unfinished, workers)) as steps:
                 for step in steps:
                     progress.add(step)
         finally:
-            _sweep(where, tasks)
+            _sweep(where)
             if not paths.matches("*.parquet", where):
                 paths.remove(paths.join(where, _RUN))  # a failed run without output does not own the folder
         progress.report()
@@ -158,7 +158,9 @@ def _tasks(readers: Sequence[Reader], folder: str) -> list[Task]:
         raise InvalidInputError("readers: got none, want at least one shard")
     if paths.kind_of(folder) == "file":
         raise InvalidInputError(f"folder: got {folder!r}, which is a file, want a folder")
-    tasks = [Task(i, reader, folder, _stem(reader.source), facts_of_input(reader)) for i, reader in enumerate(readers)]
+    with ThreadPool(min(_THREADS, len(readers))) as threads:
+        facts = list(threads.imap(facts_of_input, readers))
+    tasks = [Task(i, reader, folder, _stem(reader.source), facts[i]) for i, reader in enumerate(readers)]
     first: dict[str, str] = {}
     inputs = {_resolved(paths.checked_path("source", reader.source)) for reader in readers}
     for task in tasks:
@@ -204,13 +206,17 @@ def _locked(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _sweep(folder: str, tasks: Sequence[Task]) -> None:
+def _sweep(folder: str) -> None:
     """Remove what killed writers left in a folder."""
     if paths.is_url(folder):
-        paths.abort_uploads(folder)
+        paths.abort_uploads(folder, _is_ours)
         return
-    for path in leftovers(Path(folder), lambda name: name == _RUN or name.endswith(".parquet")):
+    for path in leftovers(Path(folder), _is_ours):
         path.unlink(missing_ok=True)
+
+
+def _is_ours(name: str) -> bool:
+    return name == _RUN or (name.endswith(".parquet") and "/" not in name)
 
 
 class _Run(NamedTuple):

@@ -29,6 +29,7 @@ from s3 import ENVIRONMENT, make_bucket, s3_server
 from mmpos import ImageProcessor, SequenceBuilder
 from mmpos.data import HFImages, Pairs, Preprocess, Reader, RecordError, paths, sequence_shards, shards, write_sequences
 from mmpos.data.paths import checked_path, join, kind_of, matches, open_file, open_parquet, remove, write_file
+from mmpos.data.preprocess import _is_ours
 from mmpos.errors import InvalidInputError
 
 _NUMBERS = count()
@@ -251,6 +252,22 @@ def test_an_interrupted_upload_is_completed(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         write(path, b"after")
     assert read(path) == b"after"
+
+
+def test_only_unfinished_uploads_of_our_files_are_removed(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
+        monkeypatch.setenv(name, value)
+    make_bucket(server, "uploads")
+    client: Any = boto3.client("s3")
+    for key in ("out/a.parquet", "out/sub/b.parquet", "out/c.bin", "outer/d.parquet"):
+        client.create_multipart_upload(Bucket="uploads", Key=key)
+    paths.abort_uploads("s3://uploads/out/", _is_ours)
+    left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket="uploads")["Uploads"]]
+    assert sorted(left) == ["out/c.bin", "out/sub/b.parquet", "outer/d.parquet"]
+    with pytest.warns(
+        UserWarning, match=r"^s3://none/out: uploads of killed runs could not be removed \(.*NoSuchBucket"
+    ):
+        paths.abort_uploads("s3://none/out", _is_ours)
 
 
 def _read_all(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str, object]]]:

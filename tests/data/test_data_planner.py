@@ -115,7 +115,7 @@ def test_planned_ranks_finish_together_unlike_ranks_packed_by_token_count(name: 
         shuffled = np.random.default_rng(0).permutation(packs).reshape(-1, ranks)
         straggling = shuffled.max(axis=1).sum() / shuffled.mean(axis=1).sum()
         assert result.straggling() < planned_bound < token_bound < straggling
-        assert result.fill > 0.85
+        assert result.fill > 0.8
 
 
 @pytest.mark.parametrize("seed", range(20))

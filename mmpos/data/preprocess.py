@@ -147,7 +147,8 @@ def write_sequences(
                     progress.add(step)
         finally:
             _sweep(where)
-            if not paths.matches("*.parquet", where):
+            run_inputs = (_read_run(where) or _Run({}, {})).inputs
+            if run_inputs.keys().isdisjoint(_files(where, list(run_inputs))):
                 paths.remove(paths.join(where, _RUN))  # a failed run without output does not own the folder
         progress.report()
     return Summary(tuple(progress.outputs()), time.monotonic() - begun)
@@ -254,8 +255,8 @@ def _resumed(job: PartJob, tasks: Sequence[Task], folder: str, overwrite: bool) 
         raise InvalidInputError(f"{path}: got a run with {', and '.join(other)}; want the same settings, or overwrite")
     files = _files(folder, [*others, *(task.stem for task in tasks)])
     if overwrite:
-        removed = files if other else {task.stem: files.get(task.stem, {}) for task in tasks}
-        for path in (path for parts in removed.values() for path in parts.values()):
+        replaced = [task.stem for task in tasks] + (list(others) if other else [])
+        for path in (path for stem in replaced for path in files.get(stem, {}).values()):
             paths.remove(path)
         others = {} if other else others
     else:

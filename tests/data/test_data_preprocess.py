@@ -285,10 +285,12 @@ def test_only_missing_files_of_an_input_are_written_again(tmp_path: Path, missin
 @pytest.mark.usefixtures("small_parts")
 def test_overwriting_removes_the_surplus_files_of_a_longer_input(tmp_path: Path) -> None:
     write_sequences(shards(corpus(tmp_path, 2, 5)), tmp_path / "out", PAGES)
+    (tmp_path / "out/foreign.parquet").write_bytes(b"of another program")
     write_sequences(shards(corpus(tmp_path, 1, 3)), tmp_path / "out", PAGES, overwrite=True)
     assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [2, 1, 2, 2, 1]
     write_sequences(shards(tmp_path / "s0.jsonl"), tmp_path / "out", replace(PAGES, train_markers=True), overwrite=True)
     assert keys(tmp_path / "out") == ["0-0", "0-1", "0-2"]
+    assert sorted(contents(tmp_path / "out")) == ["foreign.parquet", *NAMES[:2]]
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -317,9 +319,12 @@ def test_shards_are_added_to_a_folder_only_with_the_same_settings(tmp_path: Path
 
 def test_a_run_killed_before_its_first_file_owns_its_folder_and_a_failed_one_does_not(tmp_path: Path) -> None:
     paths, other = corpus(tmp_path, 1, 2, frozenset({(0, 0)})), replace(PAGES, train_markers=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/foreign.parquet").write_bytes(b"of another program")
     with pytest.raises(RecordError):
         write_sequences(shards(paths), tmp_path / "out", PAGES)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert sorted(contents(tmp_path / "out")) == ["foreign.parquet"]
+    (tmp_path / "out/foreign.parquet").unlink()
     child = multiprocessing.get_context("fork").Process(
         target=write_sequences, args=(shards(paths), tmp_path / "out", end_process)
     )

@@ -146,10 +146,7 @@ def write_sequences(
                 for step in steps:
                     progress.add(step)
         finally:
-            _sweep(where)
-            run_inputs = (_read_run(where) or _Run({}, {})).inputs
-            if run_inputs.keys().isdisjoint(_files(where, list(run_inputs))):
-                paths.remove(paths.join(where, _RUN))  # a failed run without output does not own the folder
+            _release(where)
         progress.report()
     return Summary(tuple(progress.outputs()), time.monotonic() - begun)
 
@@ -214,6 +211,14 @@ def _sweep(folder: str) -> None:
         return
     for path in leftovers(Path(folder), _is_ours):
         path.unlink(missing_ok=True)
+
+
+def _release(folder: str) -> None:
+    """Sweep a folder, and give it up if the run has no output, so that a failed run does not own it."""
+    _sweep(folder)
+    inputs = (_read_run(folder) or _Run({}, {})).inputs
+    if inputs.keys().isdisjoint(_files(folder, list(inputs))):
+        paths.remove(paths.join(folder, _RUN))
 
 
 def _is_ours(name: str) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_preprocess import PAGES, command, contents, corpus, killed
-from waiting import alive, eventually
+from test_data_preprocess import PAGES, command, contents, corpus
+from waiting import alive, descendants, eventually, read_proc
 
 from mmpos.__main__ import main
 from mmpos.data import sequence_shards
@@ -144,6 +146,23 @@ def test_the_command_starts_and_stops_its_own_ray(
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="here")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "here")
+
+
+def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
+    """Kill a program after it has written one file and while it writes another; return its matching descendants.
+
+    Descendants match if ``of`` is in their command line; if ``of`` is given, one must exist when the program is killed.
+    """
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while True:
+            assert process.poll() is None
+            if list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp")):
+                children = [child for child in descendants(process.pid) if of in read_proc(child, "cmdline")]
+                if children or not of:
+                    break
+            time.sleep(0.005)
+        process.kill()
+    return children
 
 
 def test_a_killed_command_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

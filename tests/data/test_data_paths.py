@@ -391,7 +391,7 @@ def test_killed_runs_lose_and_double_nothing_and_leave_nothing_behind(
     assert finishes(f"{place}/whole", 300)
     seconds, chance, kills = time.monotonic() - begun, random.Random(0), 0
     while kills < KILLS:
-        out = f"{place}/out-{kills}"
+        out = f"{place}/out-{next(_NUMBERS)}"
         while not finishes(out, chance.random() * seconds):
             kills += 1
         keys, errors = list[str](), list[str]()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
 from mmpos.cli import report
@@ -61,26 +60,20 @@ def plan_packs(
         headers, shard, row = read_headers(_counted(files, bar), patches_per_token=run.patches_per_token)
     planned = plan(headers, max_tokens=run.max_tokens, ranks=run.ranks, microbatches=run.microbatches, cost=cost)
     write_index(output, planned, [file.source for file in files], shard, row)
-    _report(headers, planned, cost.of(headers), run)
+    _report(headers, planned, run)
     typer.echo(output)
 
 
 def _ready_shards(inputs: Sequence[str]) -> list[SequenceShard]:
-    """Open folders through their manifests, and other files directly, in the order of the inputs."""
+    """Open folders of finished runs, and other files directly, in the order of the inputs."""
     from mmpos.data import SequenceShard, sequence_shards, shards
-    from mmpos.data.stores import store_path
+    from mmpos.data.paths import checked_path, kind_of
 
-    listed: dict[str, SequenceShard] = {}
-    paths: list[str] = []
+    opened: list[str] = []
     for i, name in enumerate(inputs):
-        path = store_path(f"paths[{i}]", name)
-        if path.exists() and not path.is_file():
-            in_folder = {shard.source: shard for shard in sequence_shards(path)}
-            listed |= in_folder
-            paths += in_folder
-        else:
-            paths.append(name)
-    return [listed.get(reader.source) or SequenceShard(reader.source) for reader in shards(paths)]
+        path = checked_path(f"paths[{i}]", name)
+        opened += [one.source for one in sequence_shards(path)] if kind_of(path) == "folder" else [path]
+    return [SequenceShard(reader.source) for reader in shards(opened)]
 
 
 def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:
@@ -91,8 +84,8 @@ def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) ->
             bar(done, len(files))
 
 
-def _report(headers: Headers, planned: TrainingPlan, costs: np.ndarray, run: RunFlags) -> None:
-    """Print a summary of the plan, compared with packs that are filled by tokens only, in random order."""
+def _report(headers: Headers, planned: TrainingPlan, run: RunFlags) -> None:
+    """Print a summary of the plan."""
     labels = planned.labels_per_step
     steps = f"{planned.num_steps:,} of {counted(run.ranks, 'rank')} and {counted(run.microbatches, 'microbatch')}"
     report.show_values(
@@ -101,22 +94,7 @@ def _report(headers: Headers, planned: TrainingPlan, costs: np.ndarray, run: Run
             "steps": steps,
             "fill": f"{planned.fill:.1%} of packs of {run.max_tokens:,} tokens",
             "slowest rank": f"{planned.straggling():.3f} of the mean",
-            "packed by tokens": f"{_by_tokens(headers, costs, planned):.3f} of the mean",
             "labels of a step": f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average",
             "dummy images": f"{planned.needs_image.sum():,} packs",
         }
     )
-
-
-def _by_tokens(headers: Headers, costs: np.ndarray, planned: TrainingPlan) -> float:
-    """Return the ratio of the slowest ranks' cost to the mean, for packs that are filled by tokens, in random order."""
-    from mmpos.data import first_fit_decreasing
-
-    packs = first_fit_decreasing(headers.tokens, planned.max_tokens)
-    pack_costs = np.random.default_rng(0).permutation([costs[pack].sum() for pack in packs])
-    steps = pack_costs.size // (planned.ranks * planned.microbatches)
-    if not steps:
-        return float("nan")
-    per_step = pack_costs[: steps * planned.ranks * planned.microbatches].reshape(steps, planned.ranks, -1)
-    ranks = per_step.sum(axis=2)
-    return float(ranks.max(axis=1).sum() / ranks.mean(axis=1).sum())

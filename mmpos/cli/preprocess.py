@@ -23,16 +23,14 @@ from mmpos.support.extras import needed_for
 from mmpos.support.program import INTERRUPTED
 
 if TYPE_CHECKING:
+    from mmpos.data import Progress, Summary
     from mmpos.data.examples import Preprocess
-    from mmpos.data.preprocess.job import Progress, Summary
-    from mmpos.data.readers import Reader
     from mmpos.sequence.builder import SequenceBuilder
 
-FORMATS = ("obelics", "mmc4", "chat", "llava", "finevision", "hf", "pairs", "tar-documents")
+FORMATS = ("obelics", "mmc4", "chat", "llava", "finevision", "hf", "pairs", "tar-documents", "texts")
 
 _PAUSE = 5.0  # seconds between two progress lines
-_COUNTED = 16  # number of shards whose records are counted
-
+_REASONS = 5  # number of reasons that the summary lists
 
 _OPTION = "NAME=VALUE"
 
@@ -168,7 +166,6 @@ class WorkFlags:
         ),
     ] = "local"
     workers: Annotated[int, typer.Option(min=1, help="Number of shards that are processed in parallel.")] = 1
-    max_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens of a pack, for the fill rate.")] = 8192
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace existing files, even those with other settings.")
     ] = False
@@ -188,11 +185,11 @@ def preprocess(
     sequences: SequenceFlags,
     work: WorkFlags,
 ) -> None:
-    """Build preprocessed sequences from a corpus: one Parquet file per 64 MiB of each shard, and a manifest.
+    """Build preprocessed sequences from a corpus: one Parquet file per 64 MiB of each shard.
 
     A run that is stopped leaves only complete files, and the same command resumes it.
-    With [bold]--on-error skip[/bold], unusable records are listed in FOLDER/*.quarantine.jsonl; with
-    [bold]--on-image-error drop[/bold], unusable images are listed, and their records are kept.
+    With [bold]--on-error skip[/bold], an unusable record becomes a row with its error; with
+    [bold]--on-image-error drop[/bold], a record keeps the errors of its unusable images.
     """
     try:
         from mmpos.data import shards, write_sequences
@@ -200,8 +197,8 @@ def preprocess(
         with as_typed(paths="INPUT", folder="--output", max_skipped="--max-skipped"):
             readers = shards(inputs)
             callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
-            logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the summary and a file list skipped records
-            with report.progress_bar("shards", total=len(readers)) as bar:
+            logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the files list skipped records
+            with report.progress_bar("") as bar:
                 summary = write_sequences(
                     readers,
                     output,
@@ -211,8 +208,7 @@ def preprocess(
                     on_error=work.on_error,
                     max_skipped=work.max_skipped,
                     overwrite=work.overwrite,
-                    max_tokens=work.max_tokens,
-                    report=ShownProgress(readers, bar),
+                    report=ShownProgress(bar),
                 )
     except KeyboardInterrupt:
         typer.echo("mmpos: stopped; run the same command to resume", err=True)
@@ -278,82 +274,54 @@ def _value(name: str, kind: object, value: str) -> object:
 
 
 class ShownProgress:
-    """Progress on stderr, with the rate and the time left: a bar, or a line every few seconds and one at the end.
+    """Progress on stderr, with rates and the time left: a bar, or a line every few seconds.
 
     Args:
-        readers: readers of the shards. If most of the few readers that are sampled know their number of records, the
-            time left is estimated from the records done, else from the shards done.
         bar: function that updates the bar; None writes lines.
     """
 
-    def __init__(self, readers: Sequence[Reader], bar: Callable[..., None] | None) -> None:
-        counts = [reader.count() for reader in readers[:: max(-(-len(readers) // _COUNTED), 1)]]
-        known = [count for count in counts if count is not None]
-        self._records = sum(known) / len(known) * len(readers) if 2 * len(known) > len(counts) else 0.0
-        self._bar = bar
-        self._last_line = time.monotonic()
-        self._begun: float | None = None
+    def __init__(self, bar: Callable[..., None] | None) -> None:
+        self._bar, self._last_line = bar, time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
         """Show the progress."""
-        now = time.monotonic()
-        records = progress.counts.documents + progress.counts.skipped
-        if self._begun is None and records:  # workers have started
-            self._begun = now
-        speed = "" if self._begun is None or now - self._begun < 1 else self._speed(progress, now - self._begun)
+        now, words = time.monotonic(), described(progress)
         if self._bar is not None:
-            done = progress.reused + self._share(progress) * (progress.shards - progress.reused)
-            self._bar(done, progress.shards, f"{counted(records, 'record', ',')}{speed}")
-        elif progress.done == progress.shards or now - self._last_line > _PAUSE:
-            more = speed if progress.done < progress.shards else ""
-            typer.echo(f"{progress.done}/{counted(progress.shards, 'shard')}  {_counted(progress)}{more}", err=True)
+            self._bar(progress.read, progress.total, words)
+        elif progress.read == progress.total or now - self._last_line > _PAUSE:
+            typer.echo(words, err=True)
             self._last_line = now
 
-    def _share(self, progress: Progress) -> float:
-        """Estimate the fraction of this run's work that is complete."""
-        if self._records and not progress.reused:
-            return min((progress.counts.documents + progress.counts.skipped) / self._records, 1.0)
-        left = progress.shards - progress.reused
-        return (progress.done - progress.reused) / left if left else 1.0
 
-    def _speed(self, progress: Progress, seconds: float) -> str:
-        rate = f", {(progress.counts.documents + progress.counts.skipped) / seconds:,.0f}/s"
-        if not (share := self._share(progress)):
-            return rate
-        return f"{rate}, {timedelta(seconds=round(seconds / share - seconds))} left"
-
-
-def _counted(progress: Progress) -> str:
-    counts = progress.counts
-    skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
-    skipped += f", {counted(counts.images_dropped, 'image', ',')} dropped" if counts.images_dropped else ""
-    images = counted(counts.images, "image", ",")
-    return f"{counted(counts.documents, 'document', ',')}, {counted(counts.tokens, 'token', ',')}, {images}{skipped}"
+def described(progress: Progress) -> str:
+    """Return what was read of the total, the counts, the rates and the time left."""
+    counts, seconds = progress.counts, progress.seconds
+    records, new = counts.documents + counts.skipped, progress.read - progress.reused
+    size = (1e-6, "MB") if max(progress.read, progress.total or 0) >= 1e6 else (1e-3, "kB")
+    scale, unit = size if progress.unit == "bytes" else (1, "records")
+    digits = 1 if progress.unit == "bytes" and (progress.total or 0) * scale < 100 else 0
+    of = "" if progress.total is None else f" of {progress.total * scale:,.{digits}f}"
+    words = [f"{progress.read * scale:,.{digits}f}{of} {unit}", counted(counts.documents, "document", ",")]
+    words += [f"{counts.skipped:,} skipped"] if counts.skipped else []
+    words += [f"{counted(counts.images_dropped, 'image', ',')} dropped"] if counts.images_dropped else []
+    if seconds >= 1:
+        words += [f"{records / seconds:,.0f} records/s", f"{counts.tokens / seconds:,.0f} tokens/s"]
+        words += [f"{new * scale / seconds:,.1f} {unit}/s"] if progress.unit == "bytes" else []
+        if progress.total is not None and new > 0 and progress.read < progress.total:
+            words.append(f"{timedelta(seconds=round((progress.total - progress.read) / new * seconds))} left")
+    return ", ".join(words)
 
 
 def _print(summary: Summary, folder: str) -> None:
-    counts, fill = summary.counts, summary.fill
-    reused = sum(output.reused for output in summary.outputs)
+    counts, reused = summary.counts, sum(output.reused for output in summary.outputs)
     files = f"{len(summary.outputs):,} in {folder}" + (f", {reused:,} of them from an earlier run" if reused else "")
     skipped = f"{counts.skipped:,}"
     if counts.images_dropped:
         skipped += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
-    if counts.skipped or counts.images_dropped:
-        refused = (output for output in summary.outputs if output.counts.skipped or output.counts.images_dropped)
-        lists = [output.quarantine for output in refused]
-        skipped += f", see {lists[0]}" + (f" and {len(lists) - 1:,} more" if len(lists) > 1 else "")
-    rate = f"{fill.rate:.1%} of {counted(fill.packs, 'pack', ',')} of {counted(fill.max_tokens, 'token', ',')}"
-    if fill.longer:
-        rate += f"; {counted(fill.longer, 'longer document', ',')} left out"
     speed = f"{summary.tokens_per_second:,.0f} tokens/s" if reused < len(summary.outputs) else "nothing was left to do"
-    report.show_values(
-        {
-            "files": files,
-            "documents": f"{counts.documents:,}",
-            "tokens": f"{counts.tokens:,}",
-            "images": f"{counts.images:,}",
-            "skipped": skipped,
-            "fill rate": rate,
-            "speed": speed,
-        }
-    )
+    values = {"files": files, "documents": f"{counts.documents:,}", "tokens": f"{counts.tokens:,}"}
+    report.show_values(values | {"images": f"{counts.images:,}", "skipped": skipped, "speed": speed})
+    for reason, count in summary.reasons.most_common(_REASONS):
+        typer.echo(f"{count:,} × {reason}")
+    if len(summary.reasons) > _REASONS:
+        typer.echo(f"{len(summary.reasons) - _REASONS:,} more reasons; see the column error of the files")

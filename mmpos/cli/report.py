@@ -55,11 +55,12 @@ def progress_bar(unit: str, label: str = "", total: int | None = None) -> Iterat
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn(unit), TextColumn("{task.description}"))
+    count = (MofNCompleteColumn(), TextColumn(unit)) if unit else ()
+    columns = (BarColumn(20), *count, TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
         task = bar.add_task(label, total=total)
 
-        def update(done: float, total: int, label: str = label) -> None:
+        def update(done: float, total: int | None, label: str = label) -> None:
             bar.update(task, completed=done, total=total, description=label)
 
         yield update

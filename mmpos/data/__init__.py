@@ -22,35 +22,37 @@ if TYPE_CHECKING:
         Obelics,
         Pairs,
         TarDocuments,
+        Texts,
         TokenizerTemplate,
         Turn,
     )
     from mmpos.data.formats.images import Images
+    from mmpos.data.job import Counts, Output
     from mmpos.data.loader import BatchDataset
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
     from mmpos.data.planner.cost import Cost, Headers
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
     from mmpos.data.planner.plan import TrainingPlan, plan
-    from mmpos.data.preprocess.job import Progress, Summary, write_sequences
-    from mmpos.data.preprocess.manifest import sequence_shards
-    from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
+    from mmpos.data.preprocess import Progress, Summary, sequence_shards, write_sequences
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
     from mmpos.data.readers import Reader, dataset_shards, shards
-    from mmpos.data.stage import STAGE_SCHEMA, Stage, read_examples
+    from mmpos.data.stage import Stage, read_examples
+    from mmpos.data.storage import SCHEMA, SequenceShard, SequenceWriter, get_example
 
 __all__ = [
     "FORMATS",
     "IGNORE_INDEX",
     "MMC4",
-    "STAGE_SCHEMA",
+    "SCHEMA",
     "Batch",
     "BatchDataset",
     "Batcher",
     "Chat",
     "ChatTemplate",
     "Cost",
+    "Counts",
     "Document",
     "Example",
     "FineVision",
@@ -61,6 +63,7 @@ __all__ = [
     "Location",
     "ModelCollator",
     "Obelics",
+    "Output",
     "Pack",
     "PackedCollator",
     "Packer",
@@ -80,6 +83,7 @@ __all__ = [
     "Stage",
     "Summary",
     "TarDocuments",
+    "Texts",
     "TokenizerTemplate",
     "TrainingPlan",
     "Turn",
@@ -102,7 +106,7 @@ _ROOMS = {
     "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "FineVision", "HFImages", "LLaVA", "Obelics"),
-        *("Pairs", "TarDocuments", "TokenizerTemplate", "Turn"),
+        *("Pairs", "TarDocuments", "Texts", "TokenizerTemplate", "Turn"),
     ),
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),
@@ -110,14 +114,14 @@ _ROOMS = {
     "planner.cost": ("Cost", "Headers"),
     "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
     "planner.plan": ("TrainingPlan", "plan"),
-    "preprocess.job": ("Progress", "Summary", "write_sequences"),
+    "job": ("Counts", "Output"),
+    "preprocess": ("Progress", "Summary", "sequence_shards", "write_sequences"),
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),
-    "stage": ("STAGE_SCHEMA", "Stage", "read_examples"),
+    "stage": ("Stage", "read_examples"),
     "readers": ("Reader", "dataset_shards", "shards"),
     "formats.images": ("Images",),
-    "preprocess.manifest": ("sequence_shards",),
-    "preprocess.storage": ("SequenceShard", "SequenceWriter", "get_example"),
+    "storage": ("SCHEMA", "SequenceShard", "SequenceWriter", "get_example"),
 }
 
 if not TYPE_CHECKING:

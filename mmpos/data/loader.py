@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, SkipLimit, skips_images
-from mmpos.data.readers.base import Reader
+from mmpos.data.readers import Reader
 from mmpos.data.stream import BatchStream, Feed, Split, SplitBy, Stages, StreamState, shard_order
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.sequence.builder import InterleavedSequence

@@ -16,7 +16,7 @@ import numpy as np
 from mmpos.data.examples import Example, Location, MakeExample, RecordError
 from mmpos.data.packing import Batching, Group, Pack, Packer
 from mmpos.data.quarantine import Quarantine
-from mmpos.data.readers.base import Raw, Reader
+from mmpos.data.readers import Raw, Reader
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, integer, one_of
 

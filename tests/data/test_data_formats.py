@@ -36,6 +36,7 @@ from mmpos.data.formats import (
     Obelics,
     Pairs,
     TarDocuments,
+    Texts,
     Turn,
 )
 from mmpos.data.formats.images import Images
@@ -341,7 +342,7 @@ CHAT_RECORD = {
             "role": "user",
             "content": [
                 {"type": "text", "text": "What is"},
-                {"type": "image_url", "image_url": {"url": PNG_URL, "detail": "low"}},
+                {"type": "image_url", "image_url": {"url": PNG_URL, "detail": "auto"}},
                 {"type": "text", "text": "this?", "image_url": None},
             ],
         },
@@ -697,6 +698,7 @@ RECORDS: dict[str, dict[str, Any]] = {
     "hf": {"image": struct(CAT), "text": "a cat"},
     "pairs": {"__key__": "17", "jpg": CAT, "txt": "a cat"},
     "tar-documents": {"json": {"images": ["a.jpg", None], "texts": [None, "a cat"]}, "a.jpg": CAT},
+    "texts": {"text": "a cat"},
 }
 
 # Media beside the records
@@ -765,6 +767,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "chat": talk("a"), "llava": {"conversations": [{"from": "human", "value": "a"}]},
     "finevision": {"texts": [{"user": "a", "assistant": "b"}]}, "hf": {"image": None, "text": "a"},
     "pairs": RECORDS["pairs"], "tar-documents": RECORDS["tar-documents"],
+    "texts": {"text": "a"},
 }  # fmt: skip
 
 
@@ -798,6 +801,18 @@ A_CAT = {"image": struct(CAT), "text": "a cat"}
         (Chat(), talk("a", image_path="a.jpg"), "image_path: got 'a.jpg'"),
         (Chat(), talk("a", second_image_2="a.jpg"), "second_image_2: got 'a.jpg'"),
         (Chat(), talk("a", rejected_response="b"), "rejected_response: got 'b'"),
+        *(
+            (Chat(), user_turn({"type": "image", "image": PNG, name: 5}), f"messages[0].content[0].{name}: got 5")
+            for name in ("min_pixels", "max_pixels", "resized_height", "resized_width")
+        ),
+        (
+            Chat(),
+            user_turn({"type": "video", "video": [PNG], "fps": 1, "nframes": 8}),
+            "messages[0].content[0].nframes",
+        ),
+        (Chat(), talk("a", screenshot="shots/1.png"), "screenshot: got 'shots/1.png'"),
+        (Chat(), talk("a", clip=[None, "https://host/a.MP4"]), "clip: got [None, 'https://host/a.MP4']"),
+        (Texts(), {"text": "a", "cover": PNG_URL}, "cover: got 'data:image/png"),
         (HFImages(), {**A_CAT, "left": PNG}, f"left: got {len(PNG)} bytes"),
         (HFImages(), {**A_CAT, "speech": {"array": [0.0], "sampling_rate": 16_000}}, "speech: got"),
         (Pairs(), {**RECORDS["pairs"], "heic": b"..."}, "heic: got 3 bytes"),
@@ -816,13 +831,22 @@ def test_media_in_other_places_are_refused_by_name(read: Any, record: Any, lost:
 
 
 def test_columns_about_media_that_carry_none_are_left_out() -> None:
-    for more in ({"image_url": "http://host/cat.jpg"}, {"image_id": 5}, {"images": [], "video": False, "audio": None}):
+    assert pieces(Texts()({"id": "a.png", "text": "see a.png", "url": "http://host/a"}, HERE)) == ["see a.png"]
+    for more in (
+        {"origin": "shots/1.png"},
+        {"image_url": "http://host/cat.jpg"},
+        {"image_id": 5},
+        {"images": [], "video": False, "audio": None},
+    ):
         assert pieces(HFImages()({**A_CAT, **more}, HERE)) == [CAT, "a cat"]
 
 
 @pytest.mark.parametrize(
     ("read", "record", "message"),
     [
+        (Chat(), user_turn({"type": "image_url", "image_url": {"url": PNG_URL, "detail": "low"}}),
+         "messages[0].content[0].image_url.detail: got 'low', want auto or none, since the ImageProcessor determines "
+         "the size of images"),
         (Chat(), talk("<image> and <image>", images=[PNG]), f"images: got 1 item, want 2, {EACH}"),
         (Chat(), talk("Who?", images=[PNG, PNG]), f"images: got 2 items, want 0, {EACH}"),
         (Chat(), user_turn({"type": "image", "image": PNG}) | {"images": [PNG]}, f"images: got 1 item, want 0, {EACH}"),

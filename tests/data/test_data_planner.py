@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixed_corpus import mixed_corpus
+from published_corpora import CORPORA, corpus
 from pyarrow import parquet
 from rank_processes import run_ranks
 
@@ -97,34 +97,25 @@ def test_every_example_is_planned_once_and_fits(
 
 
 def test_a_stream_is_planned_window_by_window() -> None:
-    headers = mixed_corpus(1000)
+    headers = corpus("OBELICS", 1000)
     arguments = {"max_tokens": 8192, "ranks": 4}
     whole = planned(headers, window=250, **arguments)
     first = planned(headers[:250], **arguments)
     assert whole.members[:250].tolist() == first.members.tolist()
 
 
-def test_planned_ranks_finish_together_unlike_ranks_packed_by_token_count() -> None:
-    headers = mixed_corpus(40_000)
+@pytest.mark.parametrize("name", CORPORA)
+def test_planned_ranks_finish_together_unlike_ranks_packed_by_token_count(name: str) -> None:
+    headers = corpus(name, 40_000)
     costs = Cost().of(headers)
-    for ranks, planned_bound, token_bound in ((8, 1.02, 1.1), (64, 1.03, 1.15)):
+    for ranks, planned_bound, token_bound in ((8, 1.02, 1.04), (64, 1.03, 1.06)):
         result = planned(headers, max_tokens=8192, ranks=ranks)
         by_tokens = first_fit_decreasing(headers.tokens, 8192)
         packs = np.array([costs[pack].sum() for pack in by_tokens])[: len(by_tokens) // ranks * ranks]
         shuffled = np.random.default_rng(0).permutation(packs).reshape(-1, ranks)
         straggling = shuffled.max(axis=1).sum() / shuffled.mean(axis=1).sum()
         assert result.straggling() < planned_bound < token_bound < straggling
-        assert result.fill > 0.85
-
-
-def test_a_larger_tolerance_evens_out_labels_and_bounds_straggling() -> None:
-    headers = mixed_corpus(20_000)
-    spreads = []
-    for tolerance in (0.0, 0.05, 0.5):
-        result = planned(headers, max_tokens=8192, ranks=16, tolerance=tolerance)
-        spreads.append(result.labels_per_step.std())
-        assert result.straggling() < 1.01 + tolerance
-    assert spreads == sorted(spreads, reverse=True)
+        assert result.fill > 0.8
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -169,7 +160,7 @@ def test_a_dummy_is_appended_to_a_pack_that_needs_an_image_and_is_not_trained_on
 
 
 def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:
-    headers = mixed_corpus(500)
+    headers = corpus("OBELICS", 500)
     result = planned(headers, max_tokens=8192, ranks=4, microbatches=2)
     losses = np.random.default_rng(1).random(len(headers)) * headers.labels  # summed over each example's labels
     pack_losses = np.add.reduceat(losses[result.members], result.pack_offsets[:-1])
@@ -182,7 +173,7 @@ def test_the_weighted_loss_and_gradient_of_four_ranks_match_those_of_the_documen
     random = np.random.default_rng(0)
     one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
     headers, shard_of, row = read_headers([one])
-    result = planned(headers, max_tokens=160, ranks=4, microbatches=2, tolerance=0)
+    result = planned(headers, max_tokens=160, ranks=4, microbatches=2)
     assert result.labels.min() < result.labels.max() / 2, "the corpus has uneven labels"
     write_index(tmp_path / "index.parquet", result, [one.source], shard_of, row)
     run_ranks(planned_ranks.run, 4, tmp_path)
@@ -207,21 +198,6 @@ def test_costs_from_a_config_match_those_counted_by_hand() -> None:
     assert cost.language_quadratic == 2 * 28 * 28 * 128
     assert cost.vision_linear == 2 * 32 * (4 * 1280**2 + 3 * 1280 * 3420)
     assert cost.vision_quadratic == 4 * 4 * 1280
-
-
-def test_costs_are_fitted_to_measured_times() -> None:
-    headers = mixed_corpus(400)
-    batches = [headers[i : i + 8] for i in range(0, 400, 8)]
-    cost = Cost(3e-6, 2e-10, 4e-7, 1e-11)
-    fitted = Cost.fit(batches, [cost.of(batch).sum() for batch in batches])
-    for name in ("language_linear", "language_quadratic", "vision_linear", "vision_quadratic"):
-        assert getattr(fitted, name) == pytest.approx(getattr(cost, name), rel=1e-3)
-    text = [Headers([t], [t]) for t in (10, 20, 40, 80)]
-    assert Cost.fit(text, [1, 2, 4, 8]).vision_linear == 0
-    slower = Cost.fit(text, [1, 1.9, 3.5, 6])  # a line is fitted, since the parabola would have a negative coefficient
-    slopes = np.array([10, 20 / 1.9, 40 / 3.5, 80 / 6])
-    assert slower.language_quadratic == 0
-    assert slower.language_linear == pytest.approx(slopes.sum() / np.square(slopes).sum())
 
 
 def planning(
@@ -256,17 +232,10 @@ def planning(
             "cost: got a sum of inf over the examples, want a finite one; use smaller units",
         ),
         (planning(cost=3), "cost: got int, want a Cost, as returned by Cost.from_hf_config"),
-        (planning(tolerance=-1), "tolerance: got -1, want a finite number >= 0"),
         (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want a Headers, as returned by Headers.of"),  # type: ignore[arg-type]
         (lambda: Headers([1, 2], [0, 0])[::2], "headers[…]: got slice(None, None, 2), want a slice without a step"),
         (lambda: Cost(0), "Cost.language_linear: got 0.0, want > 0; every token costs something"),
         (lambda: Cost(1, -1), "Cost.language_quadratic: got -1, want a finite number >= 0"),
-        (
-            lambda: Cost.fit([], []),
-            "seconds: got (0,) for 0 batches, want one time above 0 for each of at least four batches",
-        ),
-        (lambda: Cost.fit([], "abc"), "seconds: got dtype <U3, want numbers"),
-        (lambda: Cost.fit([1], [1]), "batches[0]: got int, want a Headers, as returned by Headers.of"),  # type: ignore[list-item]
         (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
         (
             lambda: read_headers(["path"]),  # type: ignore[list-item]
@@ -325,6 +294,19 @@ def test_each_rank_reads_its_examples_through_the_index(tmp_path: Path) -> None:
         [list(PlannedPacks(index, rank)) for rank in (0, 1)]
 
 
+def test_an_index_made_with_relative_paths_is_right_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = shard(Path("a.parquet"), [20, 20])
+    headers, shard_of, row = read_headers([one])
+    write_index("index.parquet", planned(headers, max_tokens=20, ranks=2), [one.source], shard_of, row)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    keys = [one.pack.examples[0].key for rank in (0, 1) for (one,) in PlannedPacks("../index.parquet", rank)]
+    assert sorted(keys) == ["a-0", "a-1"]
+
+
 def test_a_parquet_file_without_an_index_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     parquet.write_table(pa.table({"a": [1]}), path)
@@ -364,7 +346,7 @@ def test_an_edited_index_is_refused(written: Path, column: str, value: int, mess
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        (b"{", "got version None, want the index of a plan, version 1"),
+        (b"{", r"got the index b'{', want the index of a plan, version 1"),
         (b'{"version": 1}', "ranks: got None, want an integer"),
     ],
 )
@@ -432,7 +414,7 @@ def test_the_command_writes_an_index_and_a_report(tmp_path: Path, capsys: pytest
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
 
 
-def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_the_files_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text_list": ["some words"], "image_info": []}\n' * 4)
     ready, index = tmp_path / "ready", tmp_path / "index.parquet"
     preprocess = Preprocess(MMC4(), SequenceBuilder())
@@ -443,4 +425,4 @@ def test_the_command_plans_a_folder_by_its_manifest(tmp_path: Path, capsys: pyte
     assert "4, with 40 tokens" in capsys.readouterr().out
     (ready / "a.parquet").unlink()
     assert main(command) == 2
-    assert f"{ready}/a.parquet: got no file, want the one listed in {ready}/manifest.json" in capsys.readouterr().err
+    assert f"{ready}/_run.json: got 0 of the files of a.jsonl, want all" in capsys.readouterr().err

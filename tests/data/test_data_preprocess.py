@@ -1,17 +1,19 @@
-"""The job and its command: files are complete or absent, all engines write the same files, and the next run resumes."""
+"""The runner and its command: files are complete or absent, engines write the same files, and the next run resumes."""
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import pickle
+import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -19,26 +21,28 @@ from fractions import Fraction
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
-from data_corpus import OddError, end_process, fail_oddly
+from data_corpus import OddError, end_process, fail_oddly, fail_readably, records, write_jsonl, write_parquet, write_tar
+from results import assert_equal
 from waiting import alive, descendants, eventually, read_proc
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.__main__ import main
 from mmpos.cli.preprocess import FORMATS as NAMED
-from mmpos.cli.preprocess import ShownProgress
+from mmpos.cli.preprocess import described
+from mmpos.data import job
+from mmpos.data import preprocess as runner
 from mmpos.data.examples import Location, Preprocess, RecordError
 from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.images import Images
-from mmpos.data.preprocess.job import Fill, Progress, Summary, write_sequences
-from mmpos.data.preprocess.settings import describe, differences
-from mmpos.data.preprocess.shard_job import Counts
-from mmpos.data.preprocess.storage import SequenceShard
+from mmpos.data.job import Counts
+from mmpos.data.preprocess import Progress, Summary, sequence_shards, write_sequences
 from mmpos.data.readers import shards
+from mmpos.data.settings import describe, differences
+from mmpos.data.storage import SequenceShard
 
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow"))
@@ -61,7 +65,12 @@ def corpus(folder: Path, shards: int, pages: int, broken: frozenset[tuple[int, i
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "manifest.json"}
+    """Return the files of a folder except the one that a run writes first."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "_run.json"}
+
+
+def keys(folder: Path) -> list[str]:
+    return [example.key for shard in sequence_shards(folder) for example in shard.examples()]
 
 
 def reused(summary: Summary) -> list[bool]:
@@ -78,39 +87,33 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_every_shard_becomes_a_file_of_preprocessed_examples(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 2, 3))
-    summary = write_sequences(readers, tmp_path / "out", PAGES, max_tokens=300)
-    assert [(Path(out.source).name, out.path.name, out.counts, out.reused) for out in summary.outputs] == [
+    summary = write_sequences(readers, tmp_path / "out", PAGES)
+    assert [(Path(out.source).name, Path(out.path).name, out.counts, out.reused) for out in summary.outputs] == [
         ("s0.jsonl", "s0.parquet", COUNTS, False),
         ("s1.jsonl", "s1.parquet", COUNTS, False),
     ]
     assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
     assert summary.counts == COUNTS + COUNTS
-    assert summary.fill == Fill(max_tokens=300, packs=3, tokens=618, longer=0)
-    assert summary.fill.rate == 618 / 900
     assert summary.tokens_per_second == 618 / summary.seconds
-    for reader, output in zip(readers, summary.outputs, strict=True):
+    for reader, shard in zip(readers, sequence_shards(tmp_path / "out", PAGES), strict=True):
         want = [PAGES(raw, location) for location, raw in reader.records() if isinstance(raw, dict)]
-        got = list(SequenceShard(output.path).examples())
-        assert [example.key for example in got] == [example.key for example in want]
-        for stored, expected in zip(got, want, strict=True):
-            assert (stored.labels == expected.labels).all()
-            assert (stored.sequence.positions.dense() == expected.sequence.positions.dense()).all()
-            assert stored.sequence.patches is not None
-            assert (stored.sequence.patches == expected.sequence.patches).all()
+        for stored, expected in zip(shard.examples(), want, strict=True):
+            assert_equal(stored, expected)
 
 
-def test_dropped_images_are_quarantined(tmp_path: Path) -> None:
+def test_dropped_images_are_counted_by_reason_and_stay_with_their_record(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
     dropping = replace(PAGES, on_image_error="drop")
     for _ in range(2):  # the second run reads the finished file
         summary = write_sequences(readers, tmp_path / "out", dropping)
         assert summary.counts == Counts(documents=3, tokens=208, images=2, images_dropped=1)
-    (output,) = summary.outputs
-    (line,) = map(json.loads, Path(output.quarantine).read_text().splitlines())
-    error = line.pop("error")
-    source = readers[0].source
-    assert error.startswith(f"0-1 ({source}[1]): images[1]: got the path 'none.jpg', want a file that exists inside ")
-    assert line == {"source": source, "index": 1, "key": "0-1", "dropped_images": 1}
+        ((reason, count),) = summary.reasons.items()
+        assert (reason[:60], count) == ("image: images[…]: got the path …, want a file that exists in", 1)
+    (shard,) = sequence_shards(tmp_path / "out")
+    (error,) = [error for example in shard.examples() for error in example.dropped_images]
+    assert error.startswith(
+        f"0-1 ({readers[0].source}[1]): images[1]: got the path 'none.jpg', want a file that exists "
+    )
 
 
 def test_skip_document_skips_only_documents_with_broken_images(tmp_path: Path) -> None:
@@ -134,15 +137,17 @@ def test_finished_files_are_reused(tmp_path: Path) -> None:
     assert reused(again) == [True, False, True]
     assert again.counts == first.counts
     assert contents(tmp_path / "out") == files
-    assert reports[-1] == Progress(shards=3, done=3, reused=2, counts=again.outputs[1].counts)
+    sizes = [os.path.getsize(reader.source) for reader in readers]
+    assert (reports[-1].read, reports[-1].total, reports[-1].unit) == (sum(sizes), sum(sizes), "bytes")
+    assert (reports[-1].reused, reports[-1].counts) == (sizes[0] + sizes[2], again.outputs[1].counts)
     assert write_sequences(readers, tmp_path / "out", PAGES).tokens_per_second == 0.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("input", r"s0\.parquet: got the output of size \d+, want \d+; remove it to write it again, or overwrite all"),
-        ("settings", r"s0\.parquet: got the output of preprocess\.train_markers False, want True; remove it"),
+        ("input", r"s0\.parquet: got the output of size \d+, want \d+, and modified "),
+        ("settings", r"_run\.json: got a run with preprocess\.train_markers False, want True; want the same settings"),
         ("file", r"s0\.parquet: got no Parquet file"),
     ],
 )
@@ -168,53 +173,9 @@ def test_outputs_from_other_inputs_or_settings_are_refused_or_overwritten(
 
 
 def correct(path: str) -> None:
-    """Change a file's content, but neither its size nor its modification time."""
-    before = os.stat(path)
+    """Change a file's content, but not its size."""
     Path(path).write_text(Path(path).read_text().replace('"ab"', '"cd"'))
-    while (after := os.stat(path)).st_ctime_ns == before.st_ctime_ns or after.st_mtime_ns != before.st_mtime_ns:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # until the file system's clock advances
-    assert after.st_size == before.st_size
-
-
-def test_an_input_edited_in_place_counts_as_changed(tmp_path: Path) -> None:
-    paths = corpus(tmp_path, 2, 1)
-    write_sequences(shards(paths), tmp_path / "out", PAGES)
-    before = contents(tmp_path / "out")
-    correct(paths[1])
-    with pytest.raises(InvalidInputError) as refused:
-        write_sequences(shards(paths), tmp_path / "out", PAGES)
-    out = tmp_path / "out" / "s1.parquet"
-    assert str(refused.value) == (
-        f"{out}: got the output of s1.jsonl with other content; remove it to write it again, or overwrite all"
-    )
-    assert contents(tmp_path / "out") == before
-    out.unlink()
-    again = write_sequences(shards(paths), tmp_path / "out", PAGES)
-    assert reused(again) == [True, False]
-    (got,) = SequenceShard(out).examples()
-    assert bytes(got.sequence.input_ids[:2].tolist()) == b"cd"
-
-
-def test_a_touched_or_copied_input_counts_as_unchanged(tmp_path: Path) -> None:
-    paths = corpus(tmp_path, 2, 1)
-    write_sequences(shards(paths), tmp_path / "out", PAGES)
-    os.utime(paths[0], (1, 1))
-    shutil.copytree(tmp_path, tmp_path / "copy", ignore=shutil.ignore_patterns("out"))
-    for readers in (shards(paths), shards(f"{tmp_path}/copy/*.jsonl")):
-        assert reused(write_sequences(readers, tmp_path / "out", PAGES)) == [True, True]
-
-
-def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    (path,) = corpus(tmp_path, 1, 2)
-
-    def editing(record: Mapping[str, object], location: Location) -> Any:
-        if location.index == 1:
-            correct(path)
-        return PAGES(record, location)
-
-    with pytest.raises(InvalidInputError, match=r"s0\.jsonl: got a file that changed while it was read"):
-        write_sequences(shards(path), tmp_path / "out", editing)
-    assert contents(tmp_path / "out") == {}
+    os.utime(path, ns=(1, 1))
 
 
 def test_two_runs_cannot_write_to_the_same_folder(tmp_path: Path) -> None:
@@ -250,38 +211,158 @@ def test_the_error_from_a_full_disk_names_the_output_and_finished_files_remain(
     assert write_sequences(readers, tmp_path / "out", PAGES).counts == COUNTS
 
 
-def test_skipped_records_are_counted_and_quarantined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_records_are_rows_with_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
     with Path(paths[1]).open("a") as file:
         file.write("{broken\n")
     with caplog.at_level(logging.WARNING, "mmpos"):
         summary = write_sequences(shards(paths), tmp_path / "out", PAGES, on_error="skip")
     assert [output.counts for output in summary.outputs] == [COUNTS, Counts(2, 206, 2, 2)]
-    assert [example.key for example in SequenceShard(summary.outputs[1].path).examples()] == ["1-0", "1-2"]
-    lines = [json.loads(line) for line in Path(summary.outputs[1].quarantine).read_text().splitlines()]
-    assert [(line["source"], line["index"], line["key"]) for line in lines] == [
-        (paths[1], 1, "1-1"),
-        (paths[1], 3, None),
-    ]
-    assert not summary.outputs[0].quarantine.exists()
+    assert sorted(summary.reasons.values()) == [1, 1]
+    shard = SequenceShard(summary.outputs[1].path)
+    assert [example.key for example in shard.examples()] == ["1-0", "1-2"]
+    errors = shard.errors()
+    assert list(errors) == [f"{paths[1]}[1]", f"{paths[1]}[3]"]
+    assert "images[1]: got the path 'none.jpg'" in errors[f"{paths[1]}[1]"]
     assert len(caplog.records) == 2
     with pytest.raises(InvalidInputError, match=r"s1\.parquet: got 2 skipped records, want none, or overwrite"):
         write_sequences(shards(paths), tmp_path / "out", PAGES)
     corpus(tmp_path, 2, 3)
     write_sequences(shards(paths), tmp_path / "out", PAGES, overwrite=True)
-    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s1.parquet"]
+    assert SequenceShard(summary.outputs[1].path).errors() == {}
 
 
-def test_too_many_skipped_records_stop_a_worker_at_the_end_of_a_shard(tmp_path: Path) -> None:
+def test_too_many_skipped_records_stop_a_worker_at_the_end_of_a_file(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 3, 7, frozenset((s, p) for s in range(3) for p in range(6))))
     options: dict[str, Any] = {"engine": "local", "on_error": "skip"}
     with pytest.raises(InvalidInputError) as stopped:
         write_sequences(readers, tmp_path / "out", PAGES, **options)
     want = "max_skipped: got 12 skipped of the first 14 records, want at most 10: 12 records such as 0-0 ("
     assert str(stopped.value).startswith(want)
-    assert sorted(contents(tmp_path / "out")) == ["s0.parquet", "s0.quarantine.jsonl"]
+    assert sorted(contents(tmp_path / "out")) == ["s0.parquet"]
     summary = write_sequences(readers, tmp_path / "out", PAGES, max_skipped=1, **options)
     assert summary.counts.skipped == 18
+
+
+# Several files of an input, and whose folder it is
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End a file at 62 bytes, after two pages: each page has 15 bytes of text, and its two nulls count as 16 more."""
+    monkeypatch.setattr(job, "PART_BYTES", 62)
+
+
+NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("missing", [[0], [1], [2], [0, 2], [1, 2]])
+def test_only_missing_files_of_an_input_are_written_again(tmp_path: Path, missing: list[int]) -> None:
+    readers, out, seen = shards(corpus(tmp_path, 2, 5)), tmp_path / "out", list[str]()
+    write_sequences(readers, out, PAGES)
+    files = contents(out)
+    assert sorted(files) == [*NAMES, *(name.replace("s0", "s1") for name in NAMES)]
+    assert [shard.count() for shard in sequence_shards(out)] == [2, 2, 1] * 2
+    for part in missing:
+        (out / NAMES[part]).unlink()
+    with pytest.raises(InvalidInputError, match=r"got \d of the files of s0\.jsonl, want all; run mmpos "):
+        sequence_shards(out)
+    settings = job.settings_of(PAGES)
+
+    def counting(record: Any, location: Location) -> Any:
+        seen.append(record["id"])
+        return PAGES(record, location)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "settings_of", lambda _: settings)
+        again = write_sequences(readers, out, counting)
+    assert seen == [f"0-{i}" for part in missing for i in (2 * part, 2 * part + 1) if i < 5]
+    assert reused(again) == [part not in missing for part in range(3)] + [True] * 3
+    assert contents(out) == files
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_overwriting_removes_the_surplus_files_of_a_longer_input(tmp_path: Path) -> None:
+    write_sequences(shards(corpus(tmp_path, 2, 5)), tmp_path / "out", PAGES)
+    (tmp_path / "out/foreign.parquet").write_bytes(b"of another program")
+    write_sequences(shards(corpus(tmp_path, 1, 3)), tmp_path / "out", PAGES, overwrite=True)
+    assert [shard.count() for shard in sequence_shards(tmp_path / "out")] == [2, 1, 2, 2, 1]
+    write_sequences(shards(tmp_path / "s0.jsonl"), tmp_path / "out", replace(PAGES, train_markers=True), overwrite=True)
+    assert keys(tmp_path / "out") == ["0-0", "0-1", "0-2"]
+    assert sorted(contents(tmp_path / "out")) == ["foreign.parquet", *NAMES[:2]]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    (path,) = corpus(tmp_path, 1, 5)
+
+    def editing(record: Mapping[str, object], location: Location) -> Any:
+        if location.index == 1:
+            correct(path)
+        return PAGES(record, location)
+
+    with pytest.raises(InvalidInputError, match=r"s0\.jsonl: got a file that changed while it was read"):
+        write_sequences(shards(path), tmp_path / "out", editing)
+    with pytest.raises(InvalidInputError, match=r"got 2 of the files of s0\.jsonl, want all"):
+        sequence_shards(tmp_path / "out")
+
+
+def test_shards_are_added_to_a_folder_only_with_the_same_settings(tmp_path: Path) -> None:
+    first, second = shards(corpus(tmp_path, 2, 1))
+    write_sequences([first], tmp_path / "out", PAGES)
+    with pytest.raises(InvalidInputError, match=r"_run\.json: got a run with preprocess\.train_markers False"):
+        write_sequences([second], tmp_path / "out", replace(PAGES, train_markers=True))
+    write_sequences([second], tmp_path / "out", PAGES)
+    assert keys(tmp_path / "out") == ["0-0", "1-0"]
+
+
+def test_a_run_killed_before_its_first_file_owns_its_folder_and_a_failed_one_does_not(tmp_path: Path) -> None:
+    paths, other = corpus(tmp_path, 1, 2, frozenset({(0, 0)})), replace(PAGES, train_markers=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/foreign.parquet").write_bytes(b"of another program")
+    with pytest.raises(RecordError):
+        write_sequences(shards(paths), tmp_path / "out", PAGES)
+    assert sorted(contents(tmp_path / "out")) == ["foreign.parquet"]
+    (tmp_path / "out/foreign.parquet").unlink()
+    child = multiprocessing.get_context("fork").Process(
+        target=write_sequences, args=(shards(paths), tmp_path / "out", end_process)
+    )
+    child.start()
+    child.join()
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".tmp"]
+    with pytest.raises(InvalidInputError, match=r"_run\.json: got a run with preprocess "):
+        write_sequences(shards(paths), tmp_path / "out", other, on_error="skip")
+    with pytest.raises(InvalidInputError, match=r"got 0 of the files of s0\.jsonl, want all"):
+        sequence_shards(tmp_path / "out")
+    write_sequences(shards(paths), tmp_path / "out", other, on_error="skip", overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["_run.json", "s0.parquet"]
+
+
+def test_an_input_named_like_a_further_file_of_another_is_refused(tmp_path: Path) -> None:
+    paths = corpus(tmp_path, 2, 1)
+    other = tmp_path / "s0.part00001.jsonl"
+    Path(paths[1]).rename(other)
+    with pytest.raises(InvalidInputError, match=r"both of which would become '.*s0\.part00001\.parquet'"):
+        write_sequences(shards([paths[0], other]), tmp_path / "out", PAGES)
+
+
+def test_a_folder_that_no_run_finished_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(InvalidInputError, match=r"without _run\.json, want a folder written by mmpos preprocess"):
+        sequence_shards(out)
+    write_sequences(shards(corpus(tmp_path, 1, 1)), out, PAGES)
+    with pytest.raises(InvalidInputError, match=r"_run\.json: settings: got preprocess\.train_markers False"):
+        sequence_shards(out, replace(PAGES, train_markers=True))
+    (out / "_run.json").write_text("{}")
+    for call in (lambda: sequence_shards(out), lambda: write_sequences(shards("s0.jsonl"), out, PAGES)):
+        with pytest.raises(InvalidInputError, match=r"_run\.json: got an invalid file"):
+            call()
+    (out / "_run.json").unlink()
+    assert keys(out) == ["0-0"]  # like a folder of another engine, whose files have no settings
+    with pytest.raises(InvalidInputError, match=r"without _run\.json"):
+        sequence_shards(out, PAGES)
 
 
 def test_a_builder_without_images_stops_the_job(tmp_path: Path) -> None:
@@ -339,7 +420,6 @@ def test_an_error_raised_by_the_callable_in_a_worker_keeps_its_traceback(tmp_pat
     [
         ({"engine": "spark"}, "engine: got 'spark', want one of 'local', 'ray'"),
         ({"workers": 0}, "workers: got 0, want >= 1"),
-        ({"max_tokens": 0}, "max_tokens: got 0, want >= 1"),
         ({"on_error": "log"}, "on_error: got 'log', want one of 'raise', 'skip'"),
         ({"max_skipped": 2}, "max_skipped: got 2, want a share from 0 to 1"),
         ({"preprocess": 3}, "preprocess: got int, want a callable that takes a record and a location"),
@@ -378,7 +458,7 @@ from mmpos import ImageProcessor, SequenceBuilder
 from mmpos.data.examples import Preprocess
 from mmpos.data.formats import Obelics
 from mmpos.data.formats.images import Images
-from mmpos.data.preprocess.settings import describe
+from mmpos.data.settings import describe
 pages = Preprocess(Obelics(images=Images(Path(sys.argv[1]))), SequenceBuilder(images=ImageProcessor("pillow")))
 print(json.dumps(describe({"preprocess": pages})))
 """
@@ -445,29 +525,23 @@ def command(*arguments: str, out: str = "out") -> list[str]:
 
 
 def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
-    assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "300")) == 0
+    paths = corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
+    for path in paths:
+        with Path(path).open("a") as file:
+            file.write("\n" * 3_000_000)
+    assert main(command("s*.jsonl", "--on-error", "skip")) == 0
     captured = capsys.readouterr()
-    assert captured.err == "2/2 shards  5 documents, 515 tokens, 5 images, 1 skipped\n"
+    assert captured.err.startswith("6.0 of 6.0 MB, 5 documents, 1 skipped")
     lines = captured.out.splitlines()
-    assert lines[:-1] == [
-        "files       2 in out",
-        "documents   5",
-        "tokens      515",
-        "images      5",
-        "skipped     1, see out/s1.quarantine.jsonl",
-        "fill rate   57.2% of 3 packs of 300 tokens",
-    ]
-    assert re.fullmatch(r"speed       [\d,]+ tokens/s", lines[-1])
+    assert lines[:5] == ["files       2 in out", "documents   5", "tokens      515", "images      5", "skipped     1"]
+    assert re.fullmatch(r"speed       [\d,]+ tokens/s", lines[5])
+    assert lines[6].startswith("1 × images[…]: got the path …, want a file that exists inside ")
     files = contents(tmp_path / "out")
-    assert main(command("s*.jsonl", "--on-error", "skip", "--max-tokens", "100")) == 0
+    assert main(command("s*.jsonl", "--on-error", "skip")) == 0
     captured = capsys.readouterr()
-    assert captured.err == "2/2 shards  0 documents, 0 tokens, 0 images\n"
+    assert captured.err == "6.0 of 6.0 MB, 0 documents\n"
     assert captured.out.splitlines()[0] == "files       2 in out, 2 of them from an earlier run"
-    assert captured.out.splitlines()[-2:] == [
-        "fill rate   0.0% of 0 packs of 100 tokens; 5 longer documents left out",
-        "speed       nothing was left to do",
-    ]
+    assert "speed       nothing was left to do" in captured.out
     assert contents(tmp_path / "out") == files
 
 
@@ -481,47 +555,42 @@ def test_command_options_are_passed_to_the_library(capsys: pytest.CaptureFixture
     assert got.sequence.positions.scheme == "flatten"
 
 
-@pytest.mark.parametrize(
-    ("counts", "reused", "shown"),
-    [
-        ([30, 50], 0, ("3 records, 1/s, 0:01:17 left", 0.075)),
-        ([30, 50, None], 0, ("3 records, 1/s, 0:01:57 left", 0.075)),
-        ([30, None], 0, ("3 records, 1/s, 0:00:03 left", 1)),
-        ([30, 50, 9], 1, ("3 records, 1/s", 1)),
-    ],
-)
-def test_progress_shows_a_rate_and_the_remaining_time(
-    counts: list[int | None], reused: int, shown: tuple[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[tuple[float, int, str]] = []
-    times = iter([90.0, 100.0, 103.0])
-    monkeypatch.setattr("mmpos.cli.preprocess.time.monotonic", lambda: next(times))
-    readers: list[Any] = [SimpleNamespace(count=lambda count=count: count) for count in counts]
-    report = ShownProgress(readers, lambda *bar: drawn.append(cast(Any, bar)))
-    report(Progress(len(counts), reused, reused, Counts(1)))
-    report(Progress(len(counts), 1, reused, Counts(2, 20, skipped=1)))
-    assert drawn[0][2] == "1 record"
-    ((done, total, text),) = drawn[1:]
-    assert (total, text) == (len(counts), shown[0])
-    assert done == pytest.approx(shown[1])
+def test_progress_is_described_with_rates_and_the_remaining_time() -> None:
+    counts, reasons = Counts(documents=30, tokens=3000, images=30, skipped=10, images_dropped=1), Counter[str]()
+    progress = Progress(60_000_000, 100_000_000, "bytes", 20_000_000, 20.0, counts, reasons)
+    want = "60 of 100 MB, 30 documents, 10 skipped, 1 image dropped, 2 records/s, 150 tokens/s, 2.0 MB/s, 0:00:20 left"
+    assert described(progress) == want
+    unknown = replace(progress, read=40, total=None, unit="records", reused=0)
+    assert described(unknown) == "40 records, 30 documents, 10 skipped, 1 image dropped, 2 records/s, 150 tokens/s"
+    assert described(replace(progress, seconds=0.0)) == "60 of 100 MB, 30 documents, 10 skipped, 1 image dropped"
 
 
-def test_the_remaining_time_is_estimated_from_a_few_of_many_shards() -> None:
-    counted = list[int]()
-
-    readers: list[Any] = [SimpleNamespace(count=partial(counted.append, number)) for number in range(1000)]
-    ShownProgress(readers, None)
-    assert len(counted) <= 16
-    assert max(counted) > 900
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "tar", "tar.gz"])
+def test_progress_grows_evenly_within_one_file(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "PART_BYTES", 2**16)
+    monkeypatch.setattr(runner, "_PAUSE", 0.0)
+    rows = records(0, 200)
+    for row in rows:
+        row["image"]["bytes"] += bytes(random.Random(row["id"]).randbytes(10_000))
+    write = {"jsonl": write_jsonl, "parquet": write_parquet}.get(kind, write_tar)
+    path, reports = write(tmp_path / f"a.{kind}", rows), list[Progress]()
+    write_sequences(
+        shards(path), tmp_path / "out", fail_readably, on_error="skip", max_skipped=1, report=reports.append
+    )
+    shares = [progress.read / path.stat().st_size for progress in reports]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    done = [(one.counts.documents + one.counts.skipped) / 200 for one in reports]
+    assert max(abs(a - b) for a, b in zip(shares, done, strict=True)) < 0.25
 
 
 def test_the_command_reports_dropped_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     corpus(tmp_path, 1, 3, frozenset({(0, 1)}))
     assert main(command("s0.jsonl", "--on-image-error", "drop")) == 0
     printed = capsys.readouterr()
-    assert "0, and 1 image dropped, see out/s0.quarantine.jsonl" in printed.out
-    assert "3 documents, 208 tokens, 2 images, 1 image dropped" in printed.err
-    assert len((tmp_path / "out/s0.quarantine.jsonl").read_text().splitlines()) == 1
+    assert "skipped     0, and 1 image dropped\n" in printed.out
+    assert "1 × image: images[…]: got the path …" in printed.out
+    assert "0.2 of 0.2 kB, 3 documents, 1 image dropped" in printed.err
 
 
 def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
@@ -647,7 +716,7 @@ def test_an_interrupted_command_stops_its_workers_and_prints_one_message(tmp_pat
     code, printed, errors = interrupt(arguments, ready)
     *progress, last = errors.splitlines()
     assert (code, printed, last) == (130, "", "mmpos: stopped; run the same command to resume")
-    assert all(re.fullmatch(r"\d/8 shards  [^\n]+", line) for line in progress), errors
+    assert all(re.fullmatch(r"[\d.]+ of [\d.]+ kB, [^\n]+", line) for line in progress), errors
     assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
 
 
@@ -664,8 +733,7 @@ def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
         assert process.stdout.read().startswith("files       2 in out\n")
     os.close(terminal)
     assert process.returncode == 0
-    assert "2/2" in output
-    assert "2 records" in output
+    assert "2 documents" in output
 
 
 def everything(terminal: int) -> Iterator[str]:
@@ -673,40 +741,3 @@ def everything(terminal: int) -> Iterator[str]:
     with suppress(OSError):
         while data := os.read(terminal, 2**16):
             yield data.decode(errors="replace")
-
-
-def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
-    """Kill a program after it has written one file and while it writes another; return its matching descendants.
-
-    Descendants match if ``of`` is in their command line; if ``of`` is given, one must exist when the program is killed.
-    """
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while True:
-            assert process.poll() is None
-            if list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp")):
-                children = [child for child in descendants(process.pid) if of in read_proc(child, "cmdline")]
-                if children or not of:
-                    break
-            time.sleep(0.005)
-        process.kill()
-    return children
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_run_leaves_complete_files_and_can_be_resumed(tmp_path: Path, workers: int) -> None:
-    corpus(tmp_path, 8, 40)
-    assert main(command("s*.jsonl", out="whole")) == 0
-    files = contents(tmp_path / "whole")
-    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", str(workers))]
-    out = tmp_path / "out"
-    children = killed(arguments, out)
-    assert eventually(lambda: not any(map(alive, children))), "workers outlive their parent"
-    assert len(children) >= (workers if workers > 1 else 0)
-    finished = {path.name: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
-    assert 0 < len(finished) < 8
-    for name in finished:
-        assert (out / name).read_bytes() == files[name]
-    assert main(command("s*.jsonl", "--workers", str(workers))) == 0
-    assert contents(out) == files
-    assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data_preprocess import PAGES, command, contents, corpus, killed
-from waiting import alive, eventually
+from test_data_preprocess import PAGES, command, contents, corpus
+from waiting import alive, descendants, eventually, read_proc
 
 from mmpos.__main__ import main
 from mmpos.data import sequence_shards
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.preprocess.job import Progress, write_sequences
-from mmpos.data.preprocess.shard_job import Counts
-from mmpos.data.preprocess.storage import SequenceShard
+from mmpos.data.job import Counts
+from mmpos.data.preprocess import Progress, write_sequences
 from mmpos.data.readers import shards
+from mmpos.data.storage import SequenceShard
 
 ray = pytest.importorskip("ray")
 
@@ -56,7 +58,8 @@ def test_files_match_those_written_by_the_local_engine(tmp_path: Path, monkeypat
     there = write_sequences(readers, Path("there"), PAGES, on_error="skip", **options)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     assert [output.counts for output in there.outputs] == [output.counts for output in here.outputs]
-    assert reports[-1] == Progress(shards=3, done=3, reused=0, counts=here.counts)
+    assert reports[-1].counts == here.counts
+    assert reports[-1].read == reports[-1].total == sum(Path(reader.source).stat().st_size for reader in readers)
     assert ray.is_initialized()
 
 
@@ -100,7 +103,7 @@ def test_several_actors_write_a_shard_in_the_same_parts_as_the_local_engine(tmp_
     write_sequences(readers, tmp_path / "here", PAGES)
     write_sequences(readers, tmp_path / "there", PAGES, engine="ray", workers=2)
     here = {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()}
-    names = ["a.parquet", "a.part00001.parquet", "a.part00002.parquet", "b.parquet", "manifest.json"]
+    names = ["_run.json", "a.parquet", "a.part00001.parquet", "a.part00002.parquet", "b.parquet"]
     assert sorted(here) == names
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
 
@@ -112,16 +115,17 @@ def test_losing_a_machine_neither_loses_nor_duplicates_records(tmp_path: Path) -
         nodes = [cluster.add_node(num_cpus=1, object_store_memory=500 * 2**20) for _ in range(2)]
         ray.init(address=cluster.address, log_to_driver=False)
         readers = shards(corpus(tmp_path, 12, 30))
-        killed_at: list[int] = []
+        killed_at: list[float] = []
 
         def kill(progress: Progress) -> None:
-            if progress.done >= 2 and not killed_at:
-                killed_at.append(progress.done)
+            assert progress.total
+            if progress.read >= progress.total / 6 and not killed_at:
+                killed_at.append(progress.read / progress.total)
                 cluster.remove_node(nodes[0], allow_graceful=False)
 
         summary = write_sequences(readers, tmp_path / "out", PAGES, engine="ray", workers=3, report=kill)
         assert killed_at
-        assert killed_at[0] < 12
+        assert killed_at[0] < 1
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -142,6 +146,23 @@ def test_the_command_starts_and_stops_its_own_ray(
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="here")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "here")
+
+
+def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
+    """Kill a program after it has written one file and while it writes another; return its matching descendants.
+
+    Descendants match if ``of`` is in their command line; if ``of`` is given, one must exist when the program is killed.
+    """
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while True:
+            assert process.poll() is None
+            if list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp")):
+                children = [child for child in descendants(process.pid) if of in read_proc(child, "cmdline")]
+                if children or not of:
+                    break
+            time.sleep(0.005)
+        process.kill()
+    return children
 
 
 def test_a_killed_command_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 from results import assert_equal
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
-from mmpos.data import STAGE_SCHEMA, Location, Pairs, Preprocess, Stage, read_examples
+from mmpos.data import SCHEMA, Location, Pairs, Preprocess, Stage, read_examples, sequence_shards
 
 
 def photo(seed: int) -> bytes:
@@ -26,23 +31,28 @@ def photo(seed: int) -> bytes:
 
 IMAGES = ImageProcessor("pillow", patch_size=4, min_pixels=64, dtype="uint8")
 PREPROCESS = Preprocess(Pairs(), SequenceBuilder(images=IMAGES))
-STAGE = Stage(PREPROCESS, source="path")
-RECORDS = [{"jpg": photo(i), "txt": f"photo {i}", "path": "a.tar"} for i in range(4)]
-RECORDS[2] = {"jpg": b"no image", "txt": "broken", "path": "a.tar"}
+STAGE = Stage(PREPROCESS, source="path", index="row")
+RECORDS: list[dict[str, Any]] = [{"jpg": photo(i), "txt": f"photo {i}", "path": "a.tar", "row": i} for i in range(4)]
+RECORDS[2] |= {"jpg": b"no image", "txt": "broken"}
 
 
-def columns() -> dict[str, np.ndarray]:
+def columns() -> dict[str, Any]:
     return {name: np.array([record[name] for record in RECORDS], object) for name in RECORDS[0]}
 
 
 @pytest.mark.parametrize(
     "block",
-    [pa.Table.from_pylist(RECORDS), pa.RecordBatch.from_pylist(RECORDS), columns()],
-    ids=["table", "batch", "numpy"],
+    [
+        pa.Table.from_pylist(RECORDS),
+        pa.RecordBatch.from_pylist(RECORDS),
+        columns(),
+        {name: list(column) for name, column in columns().items()},
+    ],
+    ids=["table", "batch", "numpy", "lists"],
 )
 def test_records_become_examples_or_errors_in_order(block: Any) -> None:
     output = pickle.loads(pickle.dumps(STAGE))(block)
-    assert output.schema == STAGE_SCHEMA
+    assert output.schema == SCHEMA
     assert [error is not None for error in output["error"].to_pylist()] == [False, False, True, False]
     assert output["key"][2].as_py() == "a.tar[2]"
     assert "a.tar[2]: " in output["error"][2].as_py()
@@ -53,30 +63,35 @@ def test_records_become_examples_or_errors_in_order(block: Any) -> None:
 
 def test_an_empty_batch_stays_empty() -> None:
     assert STAGE(pa.Table.from_pylist([])).num_rows == 0
-    assert STAGE({}).schema == STAGE_SCHEMA
+    assert STAGE({}).schema == SCHEMA
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: STAGE([1]), "block: got list, want an Arrow table or numpy columns by name"),
+        (lambda: STAGE([1]), "block: got list, want an Arrow table, or numpy columns or lists by name"),
         (lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}), "block: got columns of 2, 3 rows, want equal numbers"),
-        (lambda: STAGE({"txt": np.zeros(2)}), "source: got 'path', want a column of the batch: txt"),
+        (lambda: STAGE({"txt": np.zeros(2)}), "path: got no column 'path', want one of txt"),
         (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one value per record"),
         (
-            lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}),
-            "preprocess: got NoneType for batch[0], want an Example",
+            lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}, [5]),
+            "preprocess: got NoneType for records[5], want an Example",
         ),
         (lambda: Stage(PREPROCESS, source=cast(Any, 3)), "source: got 3, want the name of a column or None"),
+        (lambda: STAGE(columns(), [1]), "indices: got 1 for 4 records, want one for each record"),
+        (
+            lambda: Stage(PREPROCESS, index="txt")(columns()),
+            "index: got 'photo 0' in the column 'txt', want an integer",
+        ),
         (lambda: list(read_examples(cast(Any, {}))), "block: got dict, want an Arrow table"),
         (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable that takes a record and a location"),
         (
             lambda: list(read_examples(pa.table({"a": [1]}))),
-            "block: got no column 'key', want the columns of STAGE_SCHEMA",
+            "block: got no column 'key', want the columns of a Stage",
         ),
         (
-            lambda: list(read_examples(pa.table({name: ["a"] for name in STAGE_SCHEMA.names}))),
-            "block.num_tokens: got string, want int64",
+            lambda: list(read_examples(pa.table({name: ["a"] for name in SCHEMA.names}))),
+            "block.dropped_images: got string, want list<item: string>",
         ),
     ],
 )
@@ -117,8 +132,60 @@ def test_an_error_raised_by_the_callable_names_the_record() -> None:
         return PREPROCESS(record, here)
 
     with pytest.raises(KeyError, match="width") as raised:
-        Stage(third_fails, source="path")(pa.Table.from_pylist(RECORDS))
+        Stage(third_fails, source="path", index="row")(pa.Table.from_pylist(RECORDS))
     assert raised.value.__notes__ == ["raised for the record a.tar[2]"]
+
+
+def test_keys_are_unique_in_a_data_set_and_the_same_in_every_run() -> None:
+    rows = [{"jpg": photo(i % 5), "txt": f"photo {i}"} for i in range(40)]
+    tables = [pa.Table.from_pylist(rows[a : a + 8]) for a in range(0, 40, 8)]
+    keys = [key for table in tables for key in Stage(PREPROCESS)(table)["key"].to_pylist()]
+    assert len(set(keys)) == 40
+    assert all(re.fullmatch(r"records\[\d+\]", key) for key in keys)
+    again = subprocess.run(
+        [sys.executable, "-c", KEYS], input=pickle.dumps(rows), capture_output=True, check=True
+    ).stdout
+    assert again.decode().split() == keys
+    twice = Stage(PREPROCESS)(pa.Table.from_pylist([rows[0]] * 3))["key"].to_pylist()
+    assert len(set(twice)) == 3
+    numbered = Stage(PREPROCESS)({"jpg": [photo(0)] * 2, "txt": ["a", "b"]}, [7, 9])
+    assert numbered["key"].to_pylist() == ["records[7]", "records[9]"]
+
+
+KEYS = """
+import pickle, sys
+import numpy as np
+from mmpos.data.stage import Stage
+rows = pickle.load(sys.stdin.buffer)
+print(*(str(here) for a in range(0, 40, 8) for here in Stage(len)._locations(rows[a : a + 8], None)))
+"""
+
+
+# The pipelines of docs/data-engines.md, from files to files
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Write the records to two Parquet files, three times each."""
+    for name in "ab":
+        rows = [{"id": f"{name}-{i}", "jpg": RECORDS[i % 4]["jpg"], "txt": f"{name} {i}"} for i in range(12)]
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet", row_group_size=4)
+    return tmp_path
+
+
+def check(folder: Path) -> None:
+    """Check that a folder holds every record of ``written`` once, as an example or as an error."""
+    shards = sequence_shards(folder)
+    for shard in shards:
+        for example in shard.examples():
+            i = int(example.key[2:])
+            record = {"id": example.key, "jpg": RECORDS[i % 4]["jpg"], "txt": f"{example.key[0]} {i}"}
+            assert_equal(example, PREPROCESS(record, Location("any", 0)))
+    keys = sorted(example.key for shard in shards for example in shard.examples())
+    assert keys == sorted(f"{name}-{i}" for name in "ab" for i in range(12) if i % 4 != 2)
+    errors = [error for shard in shards for error in shard.errors().values()]
+    assert len(errors) == len({key for shard in shards for key in shard.errors()}) == 6
+    assert all("image" in error for error in errors)
 
 
 @pytest.fixture
@@ -133,35 +200,31 @@ def local_ray() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_ray_data_runs_the_stage(local_ray: Any) -> None:
-    dataset = local_ray.data.from_arrow(pa.Table.from_pylist(RECORDS * 3))
-    output = dataset.map_batches(STAGE, batch_format="pyarrow", batch_size=4)
-    tables = list(output.iter_batches(batch_format="pyarrow"))
-    keys = sorted(example.key for table in tables for example in read_examples(table))
-    assert len(keys) == 9
-    refused = [error for table in tables for error in table["error"].to_pylist() if error]
-    assert len(refused) == 3
+@pytest.mark.usefixtures("local_ray")
+def test_ray_data_runs_the_stage(written: Path) -> None:
+    run_block("Ray Data", written)
+    check(written / "ready")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_daft_runs_the_stage() -> None:
-    daft = pytest.importorskip("daft")
-    kind = daft.DataType.from_arrow_type(pa.struct(list(STAGE_SCHEMA)))
+def test_daft_runs_the_stage(written: Path) -> None:
+    pytest.importorskip("daft")
+    run_block("Daft", written)
+    check(written / "ready")
 
-    @daft.udf(return_dtype=kind, batch_size=4)
-    class Ready:
-        def __init__(self) -> None:
-            self.stage = STAGE
 
-        def __call__(self, jpg: Any, txt: Any, path: Any) -> Any:
-            block = pa.table({"jpg": jpg.to_arrow(), "txt": txt.to_arrow(), "path": path.to_arrow()})
-            return self.stage(block).to_struct_array()
+@pytest.mark.slow
+def test_datasets_runs_the_stage(written: Path) -> None:
+    run_block("Hugging Face datasets", written)
+    (written / "ready").mkdir()
+    (written / "ready.parquet").rename(written / "ready/0.parquet")
+    check(written / "ready")
 
-    frame = daft.from_arrow(pa.Table.from_pylist(RECORDS))
-    ready = cast(Any, Ready)(daft.col("jpg"), daft.col("txt"), daft.col("path")).alias("example")
-    output = frame.select(ready).to_arrow()["example"].combine_chunks()
-    table = pa.Table.from_struct_array(output)
-    wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
-    for got, want in zip(read_examples(table), wanted, strict=True):
-        assert_equal(got, want)
+
+def run_block(title: str, folder: Path) -> None:
+    """Run the pipeline below this heading of the page, with its paths in a folder."""
+    page = (Path(__file__).parents[2] / "docs/data-engines.md").read_text()
+    code = page.split(f"## {title}\n")[1].split("```")[1].partition("\n")[2]
+    assert len([line for line in code.splitlines() if line]) <= 10
+    exec(code.replace('"pairs', f'"{folder}').replace('"ready', f'"{folder}/ready'), {"preprocess": PREPROCESS})

@@ -16,10 +16,10 @@ from pyarrow import parquet
 from results import assert_equal
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, UnsupportedError, place
+from mmpos.data import storage
 from mmpos.data.examples import Example, Location, RecordError
-from mmpos.data.preprocess import storage
-from mmpos.data.preprocess.storage import SequenceShard, SequenceWriter, get_example
 from mmpos.data.readers import Reader
+from mmpos.data.storage import SequenceShard, SequenceWriter, get_example
 from mmpos.schemes import SCHEMES, RopeTie, Scheme
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
@@ -150,22 +150,47 @@ def test_invalid_examples_are_refused(tmp_path: Path) -> None:
     assert [item.key for item in SequenceShard(tmp_path / "x.parquet").examples()] == ["one"]
 
 
+def test_rows_with_an_error_are_left_out_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "GROUP_ROWS", 3)
+    random = np.random.default_rng(0)
+    for trial in range(20):
+        refused = random.random(12) < random.random()
+        with SequenceWriter(tmp_path / "ours.parquet") as writer:
+            for i, is_refused in enumerate(refused):
+                if is_refused:
+                    writer.refuse(str(i), f"error {i} \ud800")
+                else:
+                    writer.write(example(str(i), ["ab" * (i + 1)]))
+        table = parquet.read_table(tmp_path / "ours.parquet").replace_schema_metadata()
+        large = [pa.field(name, pa.large_string() if kind == pa.string() else kind) for name, kind in zip(
+            table.schema.names, table.schema.types, strict=True)]  # fmt: skip
+        parquet.write_table(table.cast(pa.schema(large)), tmp_path / "theirs.parquet", write_statistics=trial % 2 == 0)
+        good = [str(i) for i in np.flatnonzero(~refused)]
+        for name in ("ours", "theirs"):
+            shard = SequenceShard(tmp_path / f"{name}.parquet")
+            assert [item.key for item in shard.examples()] == good
+            assert [item.key for item in shard.examples(2)] == good[2:]
+            assert [location.index for location, _ in shard.records(1, 3)] == list(range(1, len(good), 3))
+            assert (shard.count(), shard.lengths.tolist()) == (len(good), [2 * int(key) + 2 for key in good])
+            assert shard.errors() == {str(i): f"error {i} \\ud800" for i in np.flatnonzero(refused)}
+            rows = shard.rows()
+            order = random.permutation(len(rows)).tolist()
+            assert [rows[i].key for i in order] == [good[i] for i in order]
+            rows.close()
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     path.write_bytes(b"no parquet at all")
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want preprocessed sequences"):
         SequenceShard(path).count()
-    parquet.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(
-        InvalidInputError, match=r"x\.parquet: got a Parquet file without mmpos metadata, want preprocessed sequences"
-    ):
+    parquet.write_table(pa.table({"key": ["a"]}), path)
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got a Parquet file without the column 'error', want"):
         next(SequenceShard(path).examples())
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
     parquet.write_table(pa.table({"a": [1]}).replace_schema_metadata({"mmpos": footer}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 3; write them again"):
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 4; write them again"):
         next(SequenceShard(path).examples())
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got positions of 2 axes, want 3"):
-        next(SequenceShard(written(path, [example("a", ["a"])]).path, axes=3).examples())
     with pytest.raises(FileNotFoundError):
         SequenceShard(tmp_path / "none.parquet").count()
 
@@ -187,17 +212,22 @@ def test_errors_name_an_inconsistent_row(tmp_path: Path, column: str, value: obj
     rows = parquet.read_table(shard.path)
     field = rows.schema.field(column)
     changed = rows.set_column(rows.schema.names.index(column), field, pa.array([value], field.type))
-    footer = json.dumps({"version": 3, "axes": 2, "facts": {}})
+    footer = json.dumps({"version": 4, "facts": {}})
     parquet.write_table(changed.replace_schema_metadata({"mmpos": footer}), shard.path)
     with pytest.raises(RecordError, match=rf"x\.parquet\[0\]: {message}"):
         list(shard.examples())
+
+
+def _leaf(path: Path, name: str) -> int:
+    schema = parquet.ParquetFile(path).schema
+    return next(i for i in range(len(schema)) if schema.column(i).path == name)
 
 
 def test_a_flipped_bit_causes_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     shard = written(path, [example("a", [PHOTO])])
     content = bytearray(path.read_bytes())
-    column = parquet.ParquetFile(path).metadata.row_group(0).column(20)
+    column = parquet.ParquetFile(path).metadata.row_group(0).column(_leaf(path, "patches"))
     assert column.path_in_schema == "patches"
     content[column.data_page_offset + column.total_compressed_size - 9] ^= 1
     path.write_bytes(content)

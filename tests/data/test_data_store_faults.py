@@ -16,7 +16,7 @@ from pyarrow import parquet
 from s3 import ENVIRONMENT, make_bucket, s3_server
 
 from mmpos.data import shards
-from mmpos.data.stores import StorePath, store_path
+from mmpos.data.paths import join, kind_of, open_file, write_file
 
 _NUMBERS = count()
 DATA = bytes(range(256)) * 256
@@ -36,26 +36,36 @@ def faults(server: str) -> Iterator[FaultyStore]:
 
 
 @pytest.fixture
-def path(server: str, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> StorePath:
+def path(server: str, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> str:
     """Write a file to the store behind the proxy."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{faults.address}"}.items():
         monkeypatch.setenv(name, value)
     bucket = f"faulty-{next(_NUMBERS)}"
     make_bucket(server, bucket)
-    path = store_path("path", f"s3://{bucket}/in/data.bin")
-    path.write_bytes(DATA)
+    path = f"s3://{bucket}/in/data.bin"
+    write(path, DATA)
     return path
 
 
+def write(path: str, data: bytes) -> None:
+    with write_file(path) as file:
+        file.write(data)
+
+
+def read(path: str) -> bytes:
+    with open_file(path) as file:
+        return file.read()
+
+
 @pytest.mark.parametrize("fault", ["slow", "busy", "cut"])
-def test_a_request_that_fails_once_is_retried(fault: Fault, faults: FaultyStore, path: StorePath) -> None:
+def test_a_request_that_fails_once_is_retried(fault: Fault, faults: FaultyStore, path: str) -> None:
     faults.fail(fault, "GET", "data.bin", times=1)
-    assert path.read_bytes() == DATA
+    assert read(path) == DATA
     if fault != "cut":  # responses to HEAD and PUT have no body to cut off
         faults.fail(fault, "HEAD", "data.bin", times=1)
         faults.fail(fault, "PUT", "data.bin", times=1)
-    path.write_bytes(DATA[:-1])
-    assert path.read_bytes() == DATA[:-1]
+    write(path, DATA[:-1])
+    assert read(path) == DATA[:-1]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +73,14 @@ def test_a_request_that_fails_once_is_retried(fault: Fault, faults: FaultyStore,
     [
         pytest.param("busy", OSError, marks=pytest.mark.slow, id="busy"),
         pytest.param("cut", OSError, marks=pytest.mark.slow, id="cut"),
-        pytest.param("denied", PermissionError, id="denied"),
+        pytest.param("denied", OSError, id="denied"),
     ],
 )
-def test_a_failed_read_names_the_url(fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath) -> None:
+def test_a_failed_read_names_the_url(fault: Fault, kind: type[OSError], faults: FaultyStore, path: str) -> None:
     faults.fail(fault, "GET", "data.bin")
-    with pytest.raises(kind, match=re.escape(repr(str(path)))) as raised:
-        path.read_bytes()
-    assert raised.value.errno == (errno.EACCES if fault == "denied" else errno.EIO)
+    with pytest.raises(kind, match=re.escape(repr(path))) as raised:
+        read(path)
+    assert raised.value.errno == errno.EIO
 
 
 def _tar() -> bytes:
@@ -97,13 +107,13 @@ def _table() -> bytes:
 @pytest.mark.slow  # the storage library retries for several seconds
 @pytest.mark.parametrize("fault", ["busy", "cut"])
 def test_a_failing_store_is_not_a_record_error(
-    fault: Fault, name: str, data: Callable[[], bytes], faults: FaultyStore, path: StorePath
+    fault: Fault, name: str, data: Callable[[], bytes], faults: FaultyStore, path: str
 ) -> None:
-    shard = path.with_name(name)
-    shard.write_bytes(data())
-    (reader,) = shards(str(shard))
+    shard = join(path.rpartition("/")[0], name)
+    write(shard, data())
+    (reader,) = shards(shard)
     faults.fail(fault, "GET", name)
-    with pytest.raises(OSError, match=re.escape(repr(str(shard)))) as raised:
+    with pytest.raises(OSError, match=re.escape(repr(shard))) as raised:
         list(reader.records())
     assert raised.value.errno == errno.EIO
 
@@ -112,21 +122,21 @@ def test_a_failing_store_is_not_a_record_error(
     ("fault", "kind"),
     [
         pytest.param("busy", OSError, marks=pytest.mark.slow, id="busy"),
-        pytest.param("denied", PermissionError, id="denied"),
+        pytest.param("denied", OSError, id="denied"),
     ],
 )
 def test_a_failed_upload_leaves_the_existing_file_unchanged(
-    fault: Fault, kind: type[OSError], faults: FaultyStore, path: StorePath
+    fault: Fault, kind: type[OSError], faults: FaultyStore, path: str
 ) -> None:
     faults.fail(fault, "PUT", "data.bin")
-    with pytest.raises(kind, match=re.escape(repr(str(path)))):
-        path.write_bytes(b"after")
-    assert path.read_bytes() == DATA
+    with pytest.raises(kind, match=re.escape(repr(path))):
+        write(path, b"after")
+    assert read(path) == DATA
 
 
-def test_losing_part_of_an_upload_causes_an_error_and_leaves_no_file(faults: FaultyStore, path: StorePath) -> None:
-    large = path.with_name("large.bin")
+def test_losing_part_of_an_upload_causes_an_error_and_leaves_no_file(faults: FaultyStore, path: str) -> None:
+    large = join(path.rpartition("/")[0], "large.bin")
     faults.fail("lost", "PUT", "partNumber=2")
-    with pytest.raises(OSError, match=re.escape(repr(str(large)))):
-        large.write_bytes(bytes(12 * 2**20))
-    assert not large.exists()
+    with pytest.raises(OSError, match=re.escape(repr(large))):
+        write(large, bytes(12 * 2**20))
+    assert kind_of(large) is None

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from hostile_images import encoded
 from PIL import Image
 
-from mmpos.data.examples import Location
+from mmpos.data.examples import Location, RecordError
 
 PHOTOS = Path(__file__).parents[2] / "mmpos" / "photos"
 
@@ -108,3 +108,7 @@ def end_process(record: object, location: object) -> Any:
 
 def fail_oddly(record: object, location: object) -> NoReturn:
     raise OddError(status=404)
+
+
+def fail_readably(record: object, location: object) -> NoReturn:
+    raise RecordError(f"{location}: unusable")

@@ -21,7 +21,7 @@ from mmpos.cli.report import save_ids
 from mmpos.data.formats.images import Images
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher
-from mmpos.data.preprocess.storage import SequenceWriter, get_example
+from mmpos.data.storage import SequenceWriter, get_example
 from mmpos.support.files import leftovers, local_path, whole_file, write_text
 
 FullDisk = Callable[[int], AbstractContextManager[None]]

@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mmpos.data.formats.chat import Chat, FineVision, LLaVA
-from mmpos.data.formats.pages import MMC4, Obelics, TarDocuments
+from mmpos.data.formats.chat import Chat
+from mmpos.data.formats.llava import FineVision, LLaVA
+from mmpos.data.formats.pages import MMC4, Obelics
 from mmpos.data.formats.pairs import HFImages, Pairs
+from mmpos.data.formats.tar_documents import TarDocuments
 from mmpos.data.formats.templates import ChatTemplate, TokenizerTemplate, Turn
+from mmpos.data.formats.texts import Texts
 
 __all__ = [
     "FORMATS",
@@ -19,6 +22,7 @@ __all__ = [
     "Obelics",
     "Pairs",
     "TarDocuments",
+    "Texts",
     "TokenizerTemplate",
     "Turn",
 ]
@@ -33,6 +37,7 @@ FORMATS: Mapping[str, type] = MappingProxyType(
         "hf": HFImages,
         "pairs": Pairs,
         "tar-documents": TarDocuments,
+        "texts": Texts,
     }
 )
 """Format classes by their names on the command line; options are keyword arguments."""

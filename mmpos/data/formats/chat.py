@@ -1,4 +1,4 @@
-"""Conversation formats: messages of the OpenAI API and of Transformers, LLaVA turns, and turns of FineVision."""
+"""Format of messages of the OpenAI API and of Transformers, and the base class of conversation formats."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mmpos.segments.kinds import Audio, Clip, Grid, fraction
 from mmpos.sequence.video import Video
 from mmpos.support.checks import counted
 
-__all__ = ["Chat", "FineVision", "LLaVA"]
+__all__ = ["Chat"]
 
 _PLACEHOLDER = re.compile("<(image|video|audio)>")
 
 
 @dataclass(frozen=True, slots=True)
-class _Placeholder:
+class Placeholder:
     """Place of the next image, video or audio of a column, with the number that the record gives it, if any."""
 
     kind: str
     index: Field | None = None
 
 
-_IMAGE = _Placeholder("image")
+IMAGE = Placeholder("image")
 
 _Turns = list[tuple[Field, list[object]]]
 """Role of each turn, with its texts, placeholders, images, videos and audio."""
 
 
 @dataclass(frozen=True)
-class _Conversation(RecordFormat):
+class Conversation(RecordFormat):
     """Base class of conversation formats, with the options that Chat describes."""
 
     refused: ClassVar[frozenset[str]] = frozenset(
@@ -52,6 +52,8 @@ class _Conversation(RecordFormat):
                 "objects",
             ),
             *("chosen", "rejected", "rejected_messages", "rejected_response", "attachment", "attachments"),
+            *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "sample_fps"),
+            *("nframes", "min_frames", "max_frames", "video_start", "video_end"),
         )
     )
     all_first: ClassVar[bool] = False
@@ -78,12 +80,12 @@ class _Conversation(RecordFormat):
         first = next((parts for role, parts in turns if role.value == "user"), None)
         beside = {}
         for kind in ("image", "video", "audio"):
-            column = _column(record, kind)
+            column = column_of(record, kind)
             entries = column.several()
             parts = [part for _, parts in turns for part in parts if not isinstance(part, str)]
             if kind == "image" and not parts and first is not None and (self.all_first or len(entries) == 1):
-                first[:0] = parts = [_Placeholder("image") for _ in entries]
-            places = [part for part in parts if isinstance(part, _Placeholder) and part.kind == kind]
+                first[:0] = parts = [Placeholder("image") for _ in entries]
+            places = [part for part in parts if isinstance(part, Placeholder) and part.kind == kind]
             if len(places) != len(entries):
                 want = f"{len(places)}, one for each <{kind}> and each {kind} part without data"
                 raise column.error(want, got=counted(len(entries), "item"))
@@ -95,7 +97,7 @@ class _Conversation(RecordFormat):
         return (self.template or ChatTemplate()).pieces(filled)
 
     def _resolved(self, part: object, beside: Mapping[str, Iterator[Field]]) -> object:
-        if not isinstance(part, _Placeholder):
+        if not isinstance(part, Placeholder):
             return part
         entry = next(beside[part.kind])
         if part.kind == "image":
@@ -123,7 +125,7 @@ class _Conversation(RecordFormat):
         return replace(broken, kind="video") if broken else Video(images, seconds_per_frame=1 / fraction("fps", rate))
 
 
-def _column(record: Field, kind: str) -> Field:
+def column_of(record: Field, kind: str) -> Field:
     """Return the column with the images, videos or audio of a record; its value is None if it is empty."""
     plural, single = record[f"{kind}s"], record[kind]
     if single.is_empty:  # but an image that is missing from a list is an error
@@ -134,9 +136,9 @@ def _column(record: Field, kind: str) -> Field:
     return single
 
 
-def _split(text: Field, want: str = "text") -> list[object]:
+def split(text: Field, want: str = "text") -> list[object]:
     """Split a text at its placeholders."""
-    return [_Placeholder(part) if i % 2 else part for i, part in enumerate(_PLACEHOLDER.split(text.text(want))) if part]
+    return [Placeholder(part) if i % 2 else part for i, part in enumerate(_PLACEHOLDER.split(text.text(want))) if part]
 
 
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
@@ -155,7 +157,7 @@ _KINDS = (*_TEXTS, "image", "image_url", "input_image", *_MEDIA)
 
 
 @dataclass(frozen=True)
-class Chat(_Conversation):
+class Chat(Conversation):
     r"""Format of records with ``messages``, each with a ``role`` and a ``content``, which is text or a list of parts.
 
     Assistant turns are trained on, including the text that ends them. Accepted parts are ``{"type": "text", "text":
@@ -163,9 +165,10 @@ class Chat(_Conversation):
     completions; ``input_text``, ``output_text`` and ``{"type": "input_image", "image_url": …}`` from responses;
     ``{"type": "image", "image": …}`` from Transformers, or with ``url``, ``path`` or ``base64`` instead of ``image``;
     ``{"type": "video", "video": [frame, …], "fps": …}`` with references to images as frames; and any part of type
-    ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media`` reads. Other parts (files) and
-    tool calls are refused, since otherwise a model would be trained as if they were missing, and so are turns with
-    ``weight`` 0 or ``loss`` false and records with ``label`` false, since all assistant turns are trained on.
+    ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media`` reads. Other parts (files),
+    tool calls, and the sizes of a single image or video (``min_pixels``, ``resized_height``, ``nframes``, ``detail`` …)
+    are refused, since otherwise a model would be trained as if they were missing, and so are turns with ``weight`` 0
+    or ``loss`` false and records with ``label`` false, since all assistant turns are trained on.
 
     Media may also stand beside the messages, as in ms-swift, LLaMA-Factory and TRL: in the columns ``images`` (or
     ``image``), ``videos`` and ``audios``. The n-th ``<image>`` in the texts, or the n-th ``{"type": "image"}`` without
@@ -204,21 +207,25 @@ class Chat(_Conversation):
     def _parts(self, content: Field) -> list[object]:
         if content.is_list:
             return [piece for part in content.items() for piece in self._part(part)]
-        return _split(content, "text or a list of parts")
+        return split(content, "text or a list of parts")
 
     def _part(self, part: Field) -> list[object]:
         kind = part["type"].choice(_KINDS)
         if kind in _TEXTS:
-            return _split(part[_TEXTS[kind]])
+            return split(part[_TEXTS[kind]])
         if kind in ("image", "video", "audio") and all(
             part[name].is_empty for name in part.value if name not in ("type", "index")
         ):
-            return [_Placeholder(kind, part["index"])]
+            return [Placeholder(kind, part["index"])]
         if kind == "image":
             return [self._image(part)]
         if kind in _MEDIA:
             return [self._video_or_audio(part, kind)]
-        url = part["image_url"]["url"] if kind == "image_url" else part["image_url"]
+        url, detail = part["image_url"], part["detail"]
+        if kind == "image_url":
+            url, detail = url["url"], url["detail"]
+        if detail.value not in (None, "auto"):
+            raise detail.error("auto or none, since the ImageProcessor determines the size of images")
         return [url.image(self.images)]
 
     def _image(self, part: Field) -> object:
@@ -243,73 +250,3 @@ def _read(media: Callable[[Record], object], part: Field) -> object:
     if not isinstance(answer, Video | Clip | Audio) and not (isinstance(answer, Grid) and answer.frames > 1):
         raise part.error(want, got=f"{describe(answer)} from media")
     return answer
-
-
-_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-
-
-@dataclass(frozen=True)
-class LLaVA(_Conversation):
-    r"""Format of records with ``image`` and ``conversations``, a list of turns.
-
-    A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` (or ``images``) is a path, another
-    reference, or a list of references. Placeholders stand for the media beside the turns as in Chat; in a record with a
-    video and no image, ``<image>`` may stand for the video, as in LLaVA-Video. The text around
-    ``<image>``, including line breaks, is kept. The gpt turns are trained on, including the text that ends them.
-
-    Source: docs/Finetune_Custom_Data.md in the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
-
-    >>> from mmpos.data import Location
-    >>> turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
-    >>> LLaVA()({"image": b"GIF89a", "conversations": turns}, Location("shard.jsonl", 0)).parts
-    ['User:\n', b'GIF89a', '\nWhat is it?\n\nAssistant:\n', 'A cat.\n\n']
-
-    Args:
-        template: text around the turns, as for Chat, with human as user and gpt as assistant.
-        images: sources of the images, which LLaVA references by path.
-        media: reads the entries of ``videos`` and ``audios``, as for Chat.
-    """
-
-    names: ClassVar[str] = "conversations"
-
-    def _pieces(self, record: Field) -> list[Piece]:
-        turns = [(_role(turn["from"]), _split(turn["value"])) for turn in record["conversations"].items()]
-        images, video = (record["image"], record["images"]), _Placeholder("video")
-        only_video = all(column.is_empty for column in images) and not _column(record, "video").is_empty
-        if only_video and not any(video in texts for _, texts in turns):
-            turns = [(role, [video if part == _IMAGE else part for part in texts]) for role, texts in turns]
-        return self._conversation(record, turns)
-
-
-def _role(speaker: Field) -> Field:
-    """Convert a LLaVA speaker to a template role."""
-    return replace(speaker, value=_ROLES[speaker.choice(_ROLES)])
-
-
-@dataclass(frozen=True)
-class FineVision(_Conversation):
-    r"""Format of FineVision and The Cauldron: ``images`` and ``texts``, a list with ``user`` and ``assistant``.
-
-    Images without placeholders come before the first user's text, in order; placeholders stand for them as in Chat. The
-    assistant's texts are trained on, including the text that ends them. Ratings and sources are not used.
-
-    Source: the dataset cards of HuggingFaceM4/FineVision and HuggingFaceM4/the_cauldron; the order of images and text
-    as in data/datasets.py of the repository huggingface/nanoVLM.
-
-    >>> from mmpos.data import Location
-    >>> record = {"images": [b"GIF89a"], "texts": [{"user": "What is it?", "assistant": "A cat.", "source": "TQA"}]}
-    >>> FineVision()(record, Location("train.parquet", 0)).parts
-    ['User:\n', b'GIF89a', 'What is it?\n\nAssistant:\n', 'A cat.\n\n']
-
-    Args:
-        template: text around the turns, as for Chat.
-        images: sources of images whose bytes are null.
-        media: reads the entries of ``videos`` and ``audios``, as for Chat.
-    """
-
-    names: ClassVar[str] = "images, texts"
-    all_first: ClassVar[bool] = True
-
-    def _pieces(self, record: Field) -> list[Piece]:
-        turns = [(turn, role) for turn in record["texts"].items() for role in ("user", "assistant")]
-        return self._conversation(record, [(replace(turn, value=role), _split(turn[role])) for turn, role in turns])

@@ -35,6 +35,15 @@ _SIGNATURE = re.compile(
 """First bytes of images, videos and audio."""
 
 
+_KEYS = ("id", "__key__", "__url__")
+
+_FILE = re.compile(
+    r"data:(image|video|audio)/|\S{1,2048}\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|mp4|mov|mkv|webm|wav|mp3|flac|ogg)$",
+    re.IGNORECASE,
+)
+"""Texts that name a file of media."""
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """Value in a record. Null and missing values are equivalent, since Parquet has no missing values.
@@ -213,7 +222,7 @@ def _open_record(record: Record, location: Location) -> tuple[str, Field]:
     here = str(location)
     if not isinstance(record, Mapping):
         raise RecordError(f"{here}: got {describe(record)}, want a mapping of names to values")
-    for name in ("id", "__key__"):
+    for name in _KEYS[:2]:
         own = Field(here, name, record.get(name))
         if own.value is None:
             continue
@@ -246,10 +255,12 @@ def _is_empty(value: Any, depth: int = 3) -> bool:
 
 
 def _is_media(name: object, value: Any, placed: bool) -> bool:
-    """Return whether a column carries media: by its name, or since it holds images, their bytes, or structs of them."""
+    """Return whether a column carries media: by its name, or since it holds images, their bytes, structs or files."""
     if match := _MEDIA.fullmatch(str(name)):
         return not isinstance(value, int | float) and not (placed and match["origin"])
     item = next((item for item in value if item is not None), None) if _is_list(value) else value
+    if isinstance(item, str):  # beside placed media, a text may say where they come from
+        return not placed and name not in _KEYS and _FILE.match(item) is not None
     if isinstance(item, Mapping):
         if item.keys() == {"bytes", "path"} or item.keys() >= {"array", "sampling_rate"}:
             return True

@@ -65,11 +65,6 @@ class Images:
     def resolve(self, name: str, reference: object, want: str = REFERENCE) -> object:
         """Resolve a reference to an image: bytes, a pathlib.Path, or an image that is already decoded.
 
-        Args:
-            name: name of the reference in error messages, such as ``shard-3.jsonl[17]: images[2]``.
-            reference: see the class.
-            want: description of valid values for error messages.
-
         Raises:
             RecordError: the value is not a reference, or the image cannot or may not be read.
             ServiceError: raised by the resolver or the fetcher, and not an error of the record.

@@ -72,9 +72,6 @@ class ChatTemplate:
     def pieces(self, turns: Iterable[tuple[Field, list[object]]]) -> list[Piece]:
         """Convert a conversation to pieces.
 
-        Args:
-            turns: role of each turn, with its texts and images.
-
         Raises:
             RecordError: the template does not define the role.
         """
@@ -119,9 +116,6 @@ class TokenizerTemplate:
 
     def pieces(self, turns: Iterable[tuple[Field, list[object]]]) -> list[Piece]:
         """Convert a conversation to pieces.
-
-        Args:
-            turns: role of each turn, with its texts and images.
 
         Raises:
             RecordError: the template rejects the conversation, writes a turn differently if other turns follow it, or
@@ -202,11 +196,7 @@ def check_template(template: object) -> None:
 
 
 def template_of(tokenizer: object) -> Template:
-    """Return the chat template of a tokenizer, or, with a warning, plain text if the tokenizer has none.
-
-    Args:
-        tokenizer: tokenizer of a SequenceBuilder, or None.
-    """
+    """Return the chat template of a tokenizer, or, with a warning, plain text if the tokenizer has none."""
     own = getattr(tokenizer, "inner", tokenizer)
     if getattr(own, "chat_template", None) is not None and callable(getattr(own, "apply_chat_template", None)):
         return TokenizerTemplate(own)
@@ -235,13 +225,7 @@ def _kind(part: object) -> str:
 
 
 def _interleaved(texts: Iterable[Sequence[str]], trained: set[int], media: Iterator[object]) -> Iterator[Piece]:
-    """Yield the pieces of runs of texts, inserting the next medium between adjacent texts of a run.
-
-    Args:
-        texts: the runs.
-        trained: numbers of the runs that are trained on, counted from 1.
-        media: images, videos and audio in order.
-    """
+    """Yield the pieces of runs of texts, inserting the next medium between adjacent texts of a run."""
     for number, (first, *rest) in enumerate(texts, 1):
         train = number in trained
         yield Piece(first, train)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.errors import InvalidInputError
 from mmpos.rotary.hf_config import Fields
-from mmpos.support.checks import IntArray, finite, first_bad, host_array, instance, int_array, integer, integers
+from mmpos.support.checks import IntArray, finite, first_bad, int_array, integer, integers
 
 __all__ = ["Cost", "Headers"]
 
@@ -47,21 +46,17 @@ class Headers:
         images: npt.ArrayLike | None = None,
     ) -> None:
         tokens = int_array("tokens", tokens, (None,))
-        first_bad("tokens", tokens, minimum=1)
-        total = tokens.sum(dtype=np.float64)
-        if total > _MOST_TOKENS:
-            raise InvalidInputError(f"tokens: got a sum of {total:g}, want at most {_MOST_TOKENS:g}")
         labels = int_array("labels", labels, (tokens.size,))
-        first_bad("labels", labels, minimum=0)
-        if (labels > tokens).any():
-            i = int((labels > tokens).argmax())
-            raise InvalidInputError(
-                f"labels[{i}]: got {labels[i]}, want at most {tokens[i]}, the tokens of the example"
-            )
         patches = int_array("patches", np.asarray(patches, np.int64) if np.size(patches) == 0 else patches, (None,))
-        first_bad("patches", patches, minimum=1)
         images = np.zeros_like(tokens) if images is None else int_array("images", images, (tokens.size,))
+        for name, value, least in (("tokens", tokens, 1), ("labels", labels, 0), ("patches", patches, 1)):
+            first_bad(name, value, minimum=least)
         first_bad("images", images, minimum=0)
+        if (total := tokens.sum(dtype=np.float64)) > _MOST_TOKENS:
+            raise InvalidInputError(f"tokens: got a sum of {total:g}, want at most {_MOST_TOKENS:g}")
+        if (bad := np.flatnonzero(labels > tokens)).size:
+            want = f"at most {tokens[bad[0]]}, the tokens of the example"
+            raise InvalidInputError(f"labels[{bad[0]}]: got {labels[bad[0]]}, want {want}")
         num_images = int(images.sum(dtype=np.float64))
         if num_images != patches.size:
             raise InvalidInputError(f"images: got a sum of {num_images}, want {patches.size} as in patches")
@@ -149,35 +144,6 @@ class Cost:
         vision_flops = (0.0, 0.0) if vision is None else _transformer_flops(vision, "depth", "num_hidden_layers")
         return cls(linear + 2.0 * vocabulary * hidden, quadratic / 2, *vision_flops)
 
-    @classmethod
-    def fit(cls, batches: Sequence[Headers], seconds: npt.ArrayLike) -> Cost:
-        """Fit nonnegative coefficients to measured times by minimizing squared relative errors.
-
-        Args:
-            batches: the examples of each measurement.
-            seconds: (measurements,) time of each measurement.
-
-        Raises:
-            InvalidInputError: there are fewer than four measurements, or times do not grow with tokens.
-        """
-        for i, batch in enumerate(batches):
-            instance(f"batches[{i}]", batch, Headers, "Headers.of")
-        times = host_array("seconds", seconds)
-        if times.dtype.kind not in "iuf":
-            raise InvalidInputError(f"seconds: got dtype {times.dtype}, want numbers")
-        times = times.astype(np.float64)
-        is_valid = (times > 0) & (times < np.inf)
-        if times.shape != (len(batches),) or len(batches) < 4 or not is_valid.all():
-            got = f"{times.shape} for {len(batches)} batches"
-            raise InvalidInputError(f"seconds: got {got}, want one time above 0 for each of at least four batches")
-        terms = np.array([_terms(batch).sum(axis=1) for batch in batches])
-        coefficients = _fit_terms(terms, times)
-        if not coefficients[0]:
-            raise InvalidInputError(
-                "seconds: got times that do not grow with tokens, want batches of more varied sizes"
-            )
-        return cls(*coefficients.tolist())
-
     def of(self, headers: Headers) -> FloatArray:
         """Return the (examples,) cost of each example."""
         costs: FloatArray = np.array(astuple(self)) @ _terms(headers)
@@ -190,22 +156,6 @@ def _terms(headers: Headers) -> FloatArray:
     patches, tokens = headers.patches.astype(np.float64), headers.tokens.astype(np.float64)
     image_terms = [np.bincount(owner, power, len(headers)) for power in (patches, patches**2)]
     return np.stack([tokens, tokens**2, *image_terms])
-
-
-def _fit_terms(terms: FloatArray, times: FloatArray) -> FloatArray:
-    """Minimize squared relative errors over coefficients >= 0 by solving for every subset of the terms."""
-    best, least = np.zeros(terms.shape[1]), np.inf
-    scale = np.abs(terms).max(axis=0)
-    nonzero = np.flatnonzero(scale)
-    weighted = terms[:, nonzero] / scale[nonzero] / times[:, None]
-    for chosen in product([False, True], repeat=nonzero.size):
-        used = np.array(chosen)
-        solution = np.linalg.lstsq(weighted[:, used], np.ones(times.size), rcond=None)[0]
-        error = float(np.square(weighted[:, used] @ solution - 1).sum())
-        if (solution >= 0).all() and error < least:
-            best, least = np.zeros(terms.shape[1]), error
-            best[nonzero[used]] = solution / scale[nonzero[used]]
-    return best
 
 
 def _transformer_flops(fields: Fields, *layers: str) -> tuple[float, float]:

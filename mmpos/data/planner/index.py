@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,10 +14,10 @@ from pyarrow import compute, parquet
 
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
+from mmpos.data.paths import checked_path, is_url, open_parquet, write_file
 from mmpos.data.planner.cost import Headers
 from mmpos.data.planner.plan import TrainingPlan
-from mmpos.data.preprocess.storage import SequenceRows, SequenceShard
-from mmpos.data.stores import open_parquet, store_path
+from mmpos.data.storage import SequenceRows, SequenceShard
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import INT32_MAX, IntArray, first_bad, instance, int_array, integer
 from mmpos.support.ragged import ragged_arange
@@ -53,30 +54,24 @@ def read_headers(shards: Iterable[SequenceShard], *, patches_per_token: int = 4)
         the headers of all examples, and for each example the index of its shard and its row in the shard.
     """
     merged = integer("patches_per_token", patches_per_token, minimum=1)
-    tokens, labels, patches, images, counts = [], [], [], [], []
+    tokens, labels, grids, counts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], list[IntArray](), list[int]()
     for i, shard in enumerate(shards):
         instance(f"shards[{i}]", shard, SequenceShard, "SequenceShard(path)")
         columns = shard.columns(["num_tokens", "labels", "grid_thw"])
         tokens.append(columns["num_tokens"].to_numpy())
         lists = columns["labels"].combine_chunks()
-        trained = compute.cast(compute.not_equal(lists.flatten(), IGNORE_INDEX), pa.int64()).to_numpy().copy()
         ends = np.append(0, compute.list_value_length(lists).to_numpy().cumsum())
+        trained = compute.not_equal(lists.flatten(), IGNORE_INDEX).to_numpy(zero_copy_only=False).astype(np.int64)
         trained[ends[:-1]] = 0  # no token predicts the first token of a document
-        before = np.append(0, trained.cumsum())
-        labels.append(np.diff(before[ends]))
-        grids = [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
-        patches += [(grid[:, 1] * grid[:, 2] * merged).repeat(grid[:, 0]) for grid in grids]
-        images += [int(grid[:, 0].sum()) for grid in grids]
+        labels.append(np.diff(np.append(0, trained.cumsum())[ends]))
+        grids += [np.frombuffer(grid, "<i8").reshape(-1, 3) for grid in columns["grid_thw"].to_pylist()]
         counts.append(len(lists))
-    empty = np.zeros(0, np.int64)
-    headers = Headers(
-        np.concatenate([empty, *tokens]),
-        np.concatenate([empty, *labels]),
-        np.concatenate([empty, *patches]),
-        images or empty,
+    frames = np.concatenate([np.zeros((0, 3), np.int64), *grids])
+    patches = (frames[:, 1] * frames[:, 2] * merged).repeat(frames[:, 0])
+    images = np.array([grid[:, 0].sum() for grid in grids], np.int64)
+    return Headers(np.concatenate(tokens), np.concatenate(labels), patches, images), *ragged_arange(
+        np.array(counts, int)
     )
-    shard_of, row = ragged_arange(np.array(counts, np.int64))
-    return headers, shard_of, row
 
 
 def write_index(
@@ -87,7 +82,7 @@ def write_index(
     Args:
         path: path or URL of the file.
         plan: the plan.
-        shards: paths of the shards.
+        shards: paths of the shards; relative ones are stored as absolute paths, which are right in every folder.
         shard: (examples,) index into ``shards`` of each example in the headers of the plan.
         row: (examples,) index of each example in its shard.
 
@@ -106,13 +101,14 @@ def write_index(
     step, place = np.divmod(pack, plan.ranks * plan.microbatches)
     tokens = plan.member_tokens
     before = tokens.cumsum() - tokens
+    names = [_absolute(str(name)) for name in shards]
     columns = {
         "step": step,
         "rank": place // plan.microbatches,
         "microbatch": place % plan.microbatches,
         "offset": before - before[plan.pack_offsets[:-1]].repeat(sizes),
         "tokens": tokens,
-        "shard": pa.DictionaryArray.from_arrays(shard[plan.members].astype(np.int32), list(map(str, shards))),
+        "shard": pa.DictionaryArray.from_arrays(shard[plan.members].astype(np.int32), names),
         "row": row[plan.members],
         "weight": plan.weights[pack],
         "needs_image": plan.needs_image[pack],
@@ -121,7 +117,7 @@ def write_index(
     facts = {"version": _VERSION, "ranks": plan.ranks, "microbatches": plan.microbatches, "steps": plan.num_steps}
     facts["max_tokens"] = plan.max_tokens
     table = table.replace_schema_metadata({_METADATA: json.dumps(facts)})
-    with store_path("path", path).write() as file:
+    with write_file(checked_path("path", path)) as file:
         parquet.write_table(table, file, row_group_size=_GROUP_ROWS, compression="zstd", write_page_checksum=True)
 
 
@@ -173,7 +169,7 @@ class PlannedPacks:
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
-        self._path = store_path("path", path)
+        self._path = checked_path("path", path)
         with self._open() as file:
             facts = self._facts(file)
         self.ranks, self.microbatches, self.max_tokens, self.num_steps = (
@@ -210,53 +206,54 @@ class PlannedPacks:
 
     def _packs(self, start: int) -> Iterator[list[PlannedPack]]:
         shards: dict[str, SequenceRows] = {}
+        table = self._rows()
+        bounds = np.searchsorted(table["step"].to_numpy(), np.arange(self.num_steps + 1)).tolist()
         try:
-            with self._open() as file:
-                for step, rows in enumerate(self._steps(file, start), start):
-                    packs = [self._pack(rows, step, microbatch, shards) for microbatch in range(self.microbatches)]
-                    self._step = step + 1
-                    yield packs
+            for step in range(start, self.num_steps):
+                rows = table.slice(bounds[step], bounds[step + 1] - bounds[step])
+                packs = [self._pack(rows, step, microbatch, shards) for microbatch in range(self.microbatches)]
+                self._step = step + 1
+                yield packs
         finally:
             for opened in shards.values():
                 opened.close()
 
-    def _steps(self, file: parquet.ParquetFile, step: int) -> Iterator[pa.Table]:
-        """Yield the rows of this rank for each step, starting at this one."""
-        held = INDEX_SCHEMA.empty_table()
-        for group in range(file.num_row_groups):
-            rows = self._group(file, group)
-            last = compute.max(rows["step"]).as_py() or 0  # may continue in the next group
-            wanted = compute.and_(compute.equal(rows["rank"], self.rank), compute.greater_equal(rows["step"], step))
-            held = pa.concat_tables([held, rows.filter(wanted)])
-            stop = self.num_steps if group == file.num_row_groups - 1 else last
-            while step < stop:
-                mine = compute.equal(held["step"], step)
-                yield held.filter(mine)
-                held, step = held.filter(compute.invert(mine)), step + 1
+    def _rows(self) -> pa.Table:
+        """Read the rows of this rank."""
+        own = [INDEX_SCHEMA.empty_table()]
+        with self._open() as file:
+            try:
+                for group in range(file.num_row_groups):
+                    rows = file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
+                    rows.validate(full=True)
+                    own.append(rows.filter(compute.equal(rows["rank"], self.rank)))
+            except (OSError, ValueError, pa.ArrowException) as error:
+                got = f"rows that cannot be read ({error})"
+                raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan") from error
+        return pa.concat_tables(own)
 
     def _pack(self, rows: pa.Table, step: int, microbatch: int, shards: dict[str, SequenceRows]) -> PlannedPack:
         mine = rows.filter(compute.equal(rows["microbatch"], microbatch)).to_pylist()
+        here = f"step {step} and rank {self.rank}"
         if not mine:
-            got = f"no examples in microbatch {microbatch} of step {step} and rank {self.rank}"
-            raise InvalidInputError(f"{self._path}: got {got}, want one or more; the index has changed")
+            raise self._changed("index", f"no examples in microbatch {microbatch} of {here}", "one or more")
         examples: list[Example] = []
+        before = 0
         for row in mine:
-            before = sum(example.num_tokens for example in examples)
             if row["offset"] != before:
-                got = f"offset {row['offset']} in step {step} and rank {self.rank}"
-                raise InvalidInputError(f"{self._path}: got {got}, want {before}; the index has changed")
-            name = row["shard"]
-            if name not in shards:
-                shards[name] = SequenceShard(name).rows()
-            if not 0 <= row["row"] < len(shards[name]):
-                got, want = f"row {row['row']} of {name}", f"one of its {len(shards[name])} rows"
-                raise InvalidInputError(f"{self._path}: got {got}, want {want}; the shard has changed")
-            example = shards[name][row["row"]]
-            if example.num_tokens != row["tokens"]:
-                got = f"{example.num_tokens} tokens in {name}[{row['row']}]"
-                raise InvalidInputError(f"{self._path}: got {got}, want {row['tokens']}; the shard has changed")
-            examples.append(example)
+                raise self._changed("index", f"offset {row['offset']} in {here}", before)
+            name, number = row["shard"], row["row"]
+            opened = shards.get(name) or shards.setdefault(name, SequenceShard(name).rows())
+            if not 0 <= number < len(opened):
+                raise self._changed("shard", f"row {number} of {name}", f"one of its {len(opened)} rows")
+            examples.append(opened[number])
+            if examples[-1].num_tokens != row["tokens"]:
+                raise self._changed("shard", f"{examples[-1].num_tokens} tokens in {name}[{number}]", row["tokens"])
+            before += row["tokens"]
         return PlannedPack(Pack(tuple(examples), self.max_tokens), mine[0]["weight"], mine[0]["needs_image"])
+
+    def _changed(self, what: str, got: str, want: object) -> InvalidInputError:
+        return InvalidInputError(f"{self._path}: got {got}, want {want}; the {what} has changed")
 
     def _open(self) -> parquet.ParquetFile:
         try:
@@ -266,23 +263,15 @@ class PlannedPacks:
                 raise  # the file does not exist or is not readable
             raise InvalidInputError(f"{self._path}: got no Parquet file ({error}), want the index of a plan") from error
 
-    def _group(self, file: parquet.ParquetFile, group: int) -> pa.Table:
-        try:
-            rows = file.read_row_group(group, INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
-            rows.validate(full=True)
-            return rows
-        except (OSError, ValueError, pa.ArrowException) as error:
-            got = f"rows that cannot be read ({error})"
-            raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan") from error
-
     def _facts(self, file: parquet.ParquetFile) -> Mapping[str, object]:
         stored = (file.metadata.metadata or {}).get(_METADATA)
-        try:
-            facts = {} if stored is None else json.loads(stored)
-        except ValueError:
-            facts = None
-        version = facts.get("version") if isinstance(facts, dict) else None
-        if not isinstance(facts, dict) or version != _VERSION:
-            got = "a Parquet file without an index" if stored is None else f"version {version}"
-            raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan, version {_VERSION}")
-        return facts
+        with suppress(ValueError, AttributeError):
+            facts: Mapping[str, object] = json.loads(stored or b"{}")
+            if facts.get("version") == _VERSION:
+                return facts
+        got = "a Parquet file without an index" if stored is None else f"the index {stored[:80]!r}"
+        raise InvalidInputError(f"{self._path}: got {got}, want the index of a plan, version {_VERSION}")
+
+
+def _absolute(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mmpos.data.planner.cost import Cost, FloatArray, Headers
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import IntArray, counted, finite, first_bad, instance, integer
+from mmpos.support.checks import IntArray, counted, first_bad, instance, integer
 
 __all__ = ["TrainingPlan", "plan"]
 
@@ -121,11 +121,9 @@ class TrainingPlan:
             yield [self.members[a:b] for a, b in pairwise(bounds)]
 
     def __repr__(self) -> str:
-        return (
-            f"TrainingPlan({counted(self.num_steps, 'step')} of {counted(self.ranks, 'rank')} with "
-            f"{counted(self.microbatches, 'microbatch')}, "
-            f"fill={self.fill:.3f}, straggling={self.straggling():.4f})"
-        )
+        steps = f"{counted(self.num_steps, 'step')} of {counted(self.ranks, 'rank')}"
+        packs = f"{counted(self.microbatches, 'microbatch')}, fill={self.fill:.3f}, straggling={self.straggling():.4f}"
+        return f"TrainingPlan({steps} with {packs})"
 
 
 def plan(
@@ -135,15 +133,14 @@ def plan(
     ranks: int,
     microbatches: int = 1,
     cost: Cost | None = None,
-    tolerance: float = 0.02,
     window: int = WINDOW,
     seed: int = 0,
 ) -> TrainingPlan:
     """Plan packs so that all ranks finish a step together; the same arguments always give the same plan.
 
     The examples of a window are assigned in rounds, the most expensive first, to the packs with the lowest cost so far
-    that have room. Packs of similar cost share a step; among packs within ``tolerance`` of each other, labels are
-    balanced across steps. The steps of a window are in random order. To plan a stream, call this once per window.
+    that have room. Packs of similar cost share a step. The steps of a window are in random order. To plan a stream,
+    call this once per window.
 
     Args:
         headers: sizes of the examples.
@@ -151,7 +148,6 @@ def plan(
         ranks: number of data-parallel ranks.
         microbatches: number of packs per rank in a step.
         cost: cost model; None uses ``Cost()``.
-        tolerance: fraction by which a pack may cost more than the cheapest pack of its step in order to balance labels.
         window: number of consecutive examples planned together; a shorter remainder joins the last window.
         seed: seed for the order of steps.
 
@@ -162,7 +158,6 @@ def plan(
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     ranks, microbatches = integer("ranks", ranks, minimum=1), integer("microbatches", microbatches, minimum=1)
     window, seed = integer("window", window, minimum=1), integer("seed", seed, minimum=0)
-    tolerance = finite("tolerance", tolerance, minimum=0)
     costs = _costs(Cost() if cost is None else cost, headers)
     first_bad("headers.tokens", headers.tokens, maximum=max_tokens)
     group = ranks * microbatches
@@ -172,7 +167,7 @@ def plan(
     for start, stop in _windows(len(headers), window):
         part = slice(start, stop)
         own = _packed(headers.tokens[part], costs[part], max_tokens, group, is_whole=stop - start == len(headers))
-        place = _ordered(own, costs[part], headers.labels[part], ranks, microbatches, tolerance, random)
+        place = _ordered(np.bincount(own, costs[part]).astype(np.float64), ranks, microbatches, random)
         pack_of[part] = packs + place[own]
         packs += place.size
     members = np.argsort(pack_of, kind="stable")
@@ -195,8 +190,7 @@ def _costs(cost: Cost, headers: Headers) -> FloatArray:
     instance("headers", headers, Headers, "Headers.of")
     with np.errstate(over="ignore"):
         costs = instance("cost", cost, Cost, "Cost.from_hf_config").of(headers)
-        total = costs.sum()
-    if not np.isfinite(total):
+    if not np.isfinite(total := costs.sum()):
         raise InvalidInputError(f"cost: got a sum of {total} over the examples, want a finite one; use smaller units")
     return costs
 
@@ -255,30 +249,16 @@ def _spread(tokens: IntArray, costs: FloatArray, max_tokens: int, packs: int) ->
     return pack_of
 
 
-def _ordered(
-    pack_of: IntArray, costs: FloatArray, labels: IntArray, ranks: int, microbatches: int, tolerance: float,
-    random: np.random.Generator,
-) -> IntArray:  # fmt: skip
+def _ordered(costs: FloatArray, ranks: int, microbatches: int, random: np.random.Generator) -> IntArray:
     """Return the place of each pack of a window: its step, rank and microbatch, encoded as one number."""
-    group = ranks * microbatches
-    pack_costs, pack_labels = np.bincount(pack_of, costs), _sums(pack_of, labels)
-    order = np.argsort(pack_costs, kind="stable")
-    ascending = pack_costs[order]
-    steps, first = [], 0
-    while first < order.size:
-        similar = int(ascending.searchsorted(ascending[first] * (1 + tolerance), side="right")) - first
-        stop = first + max(similar // group, 1) * group
-        steps.append(_dealt(order[first:stop], pack_labels, (stop - first) // group))
-        first = stop
-    shuffled = np.concatenate(steps)
-    random.shuffle(shuffled)
-    by_rank = np.concatenate([_dealt(packs, pack_costs, ranks).ravel() for packs in shuffled])
-    place = np.empty(order.size, np.int64)
-    place[by_rank] = np.arange(order.size)
+    steps = np.argsort(costs, kind="stable").reshape(-1, ranks * microbatches)
+    random.shuffle(steps)
+    place = np.empty(costs.size, np.int64)
+    place[np.concatenate([_dealt(packs, costs, ranks).ravel() for packs in steps])] = np.arange(costs.size)
     return place
 
 
-def _dealt(packs: IntArray, sizes: FloatArray | IntArray, hands: int) -> IntArray:
+def _dealt(packs: IntArray, sizes: FloatArray, hands: int) -> IntArray:
     """Deal packs greedily into hands of equal length with nearly even sums of sizes: (hands, packs per hand)."""
     rounds = packs[np.argsort(-sizes[packs], kind="stable")].reshape(-1, hands)
     dealt, sums = np.empty_like(rounds), np.zeros(hands)

@@ -1,26 +1,24 @@
-"""Write examples to Parquet files of preprocessed sequences, and read them back unchanged."""
+"""One Parquet schema of preprocessed sequences: what a Stage returns, files hold, and loaders read unchanged."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any, Self, TypeAlias, TypedDict, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from mmpos.data.examples import Example, Location, Record, RecordError
-from mmpos.data.preprocess.settings import differences
-from mmpos.data.readers.base import Raw, broken, is_chosen, stride
-from mmpos.data.stores import open_parquet, store_path
+from mmpos.data.paths import checked_path, open_parquet, write_file
+from mmpos.data.readers import Raw, broken, is_chosen, stride
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES
@@ -28,23 +26,13 @@ from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, counted, integer, text
 
-__all__ = [
-    "FORMAT_VERSION",
-    "SCHEMA",
-    "ListedFile",
-    "SequenceRows",
-    "SequenceShard",
-    "SequenceWriter",
-    "from_row",
-    "get_example",
-    "to_row",
-]
+__all__ = ["SCHEMA", "SequenceRows", "SequenceShard", "SequenceWriter", "from_row", "get_example", "to_row"]
 
 GROUP_BYTES = 32 * 2**20
 """Bytes of arrays at which a row group is closed."""
 
 GROUP_ROWS = 1024
-"""Maximum number of examples in a row group."""
+"""Maximum number of rows in a row group."""
 
 _HELD_GROUPS = 64  # row groups in memory for random access; all that one window of a plan uses should fit
 _MAX_VALUE = 2**31 - 1  # maximum size in bytes of one value in a Parquet column
@@ -54,56 +42,48 @@ _IDS = pa.list_(pa.int64())
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
-        pa.field("num_tokens", pa.int64(), nullable=False),
-        pa.field("num_images", pa.int64(), nullable=False),
-        pa.field("input_ids", _IDS, nullable=False),
-        pa.field("labels", _IDS, nullable=False),
-        pa.field("part_offsets", _IDS, nullable=False),
-        pa.field("kind", pa.binary(), nullable=False),  # (segments,) uint8
-        pa.field("extents", pa.binary(), nullable=False),  # (3, segments) int64; little-endian, like all arrays below
+        pa.field("error", pa.string()),  # why there is no example; all other columns except key are then null
+        pa.field("dropped_images", pa.list_(pa.string())),  # errors of the images that were left out
+        pa.field("num_tokens", pa.int64()),
+        pa.field("num_images", pa.int64()),
+        pa.field("input_ids", _IDS),
+        pa.field("labels", _IDS),
+        pa.field("part_offsets", _IDS),
+        pa.field("kind", pa.binary()),  # (segments,) uint8
+        pa.field("extents", pa.binary()),  # (3, segments) int64; little-endian, like all arrays below
         pa.field("seconds_per_frame", pa.binary()),  # (2, segments) int64
         pa.field("row_separator", pa.binary()),  # (segments,) bool
         pa.field("extra_tokens", pa.binary()),  # (segments,) int64
-        pa.field("table", pa.binary(), nullable=False),  # (5 + 4 axes, segments) int64
-        pa.field("documents", pa.binary(), nullable=False),  # (4, 1) int64
-        pa.field("fractional", pa.bool_(), nullable=False),
-        pa.field("scheme", pa.string(), nullable=False),
-        pa.field("grid_thw", pa.binary(), nullable=False),  # (images, 3) int64
-        pa.field("image_spans", pa.binary(), nullable=False),  # (images, 2) int64
-        pa.field("image_margins", _IDS, nullable=False),  # two numbers
-        pa.field("audio_margins", _IDS, nullable=False),  # two numbers
-        pa.field("image_hashes", pa.list_(pa.string()), nullable=False),
+        pa.field("axes", pa.int32()),
+        pa.field("table", pa.binary()),  # (5 + 4 axes, segments) int64
+        pa.field("documents", pa.binary()),  # (4, 1) int64
+        pa.field("fractional", pa.bool_()),
+        pa.field("scheme", pa.string()),
+        pa.field("grid_thw", pa.binary()),  # (images, 3) int64
+        pa.field("image_spans", pa.binary()),  # (images, 2) int64
+        pa.field("image_margins", _IDS),  # two numbers
+        pa.field("audio_margins", _IDS),  # two numbers
+        pa.field("image_hashes", pa.list_(pa.string())),
         pa.field("patches", pa.large_binary()),
         pa.field("patches_dtype", pa.string()),
         pa.field("patches_shape", _IDS),
     ]
 )
+"""Columns of a preprocessed sequence, or of the error of a record without one."""
 
-
-FORMAT_VERSION = 3
-"""Version of the columns; files of other versions are refused."""
-
+_VERSION = 4  # of the columns; files of other versions are refused
 _METADATA = b"mmpos"
 
 Number = TypeVar("Number", bound=np.generic)
-
-Facts: TypeAlias = dict[str, Any]
-"""JSON-compatible values by name."""
 
 Row: TypeAlias = dict[str, Any]
 """Values of an example by column, in types that pyarrow accepts."""
 
 
-class _Footer(TypedDict):
-    version: int
-    axes: int
-    facts: Facts
-
-
 class SequenceWriter:
     """Writer of examples to one Parquet file, in row groups of bounded size.
 
-    The file is created or replaced atomically when the writer is closed without an error.
+    The file is written whole when the writer is closed without an error.
 
     Args:
         path: path or URL of the file.
@@ -119,30 +99,20 @@ class SequenceWriter:
         self._rows: list[Row] = []
         self._bytes = 0
         self._axes: int | None = None
-        self.facts: Facts = {}
+        self.facts: dict[str, Any] = {}
         with ExitStack() as stack:
-            self._sink = _HashedFile(stack.enter_context(store_path("path", path).write()))
+            sink = stack.enter_context(write_file(checked_path("path", path)))
             # Dictionary encoding does not help pages of pixels; checksums detect disk corruption.
             self._parquet = parquet.ParquetWriter(
-                self._sink,
+                sink,
                 SCHEMA,
                 compression="zstd",
                 compression_level=1,
                 use_dictionary=["scheme", "patches_dtype"],
-                write_statistics=False,
+                write_statistics=["error"],
                 write_page_checksum=True,
             )
             self._file = stack.pop_all()
-
-    @property
-    def size(self) -> int:
-        """Number of bytes written; once the writer is closed, the size of the file."""
-        return self._sink.size
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the bytes written."""
-        return self._sink.digest.hexdigest()
 
     def write(self, example: Example) -> None:
         """Add one example.
@@ -153,12 +123,17 @@ class SequenceWriter:
             LimitExceededError: the patches do not fit in a Parquet file.
         """
         row = to_row(example)
-        axes = example.sequence.positions.axes
-        if self._axes not in (None, axes):
-            raise InvalidInputError(
-                f"{example.key}: positions: got {counted(axes, 'axis')}, want {self._axes} as in earlier examples"
-            )
-        self._axes = axes
+        if self._axes not in (None, row["axes"]):
+            got, want = counted(row["axes"], "axis"), f"{self._axes} as in earlier examples"
+            raise InvalidInputError(f"{example.key}: positions: got {got}, want {want}")
+        self._axes = row["axes"]
+        self._add(row)
+
+    def refuse(self, key: str, error: str) -> None:
+        """Add the error of a record without an example."""
+        self._add({"key": unicode(key), "error": unicode(error)})
+
+    def _add(self, row: Row) -> None:
         self._rows.append(row)
         self._bytes += sum(len(value) if isinstance(value, bytes) else 8 * np.size(value) for value in row.values())
         if self._bytes >= GROUP_BYTES or len(self._rows) == GROUP_ROWS:
@@ -168,7 +143,7 @@ class SequenceWriter:
         """Write the remaining examples, and the footer with the facts."""
         with self._file:
             self._flush()
-            footer = {"version": FORMAT_VERSION, "axes": self._axes, "facts": self.facts}
+            footer = {"version": _VERSION, "facts": self.facts}
             self._parquet.add_key_value_metadata({_METADATA: json.dumps(footer, sort_keys=True).encode()})
             self._parquet.close()
 
@@ -191,108 +166,53 @@ class SequenceWriter:
             self._rows, self._bytes = [], 0
 
 
-class _HashedFile:
-    """File that counts and hashes the bytes written to it.
-
-    Args:
-        file: underlying file.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.size, self.digest = file, 0, hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.size += len(data)
-        return self._file.write(data)
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        """Do nothing: the owner closes the underlying file."""
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
-
-
-@dataclass(frozen=True)
-class ListedFile:
-    """A file's entry in a manifest.
-
-    Args:
-        manifest: path of the manifest.
-        rows: number of examples in the file.
-        settings: settings used to make the file.
-    """
-
-    manifest: str
-    rows: int
-    settings: Mapping[str, object] = field(repr=False, hash=False)
-
-    def check(self, path: object, rows: int, facts: Facts) -> None:
-        """Compare the file itself with the entry.
-
-        Args:
-            path: path of the file.
-            rows: number of examples in the file.
-            facts: facts that its writer stored.
-
-        Raises:
-            InvalidInputError: the number of examples or the settings differ.
-        """
-        if rows != self.rows:
-            raise InvalidInputError(f"{path}: rows: got {rows}, want {self.rows} as {self.manifest} says")
-        if other := differences(facts.get("settings", {}), self.settings):
-            raise InvalidInputError(f"{path}: settings: got {', and '.join(other)} as {self.manifest} says")
-
-
 @dataclass(frozen=True)
 class SequenceShard:
-    """Parquet file of preprocessed sequences.
+    """Parquet file of preprocessed sequences, written here or by another engine; rows with an error are left out.
 
     Args:
         path: path or URL of the file.
-        axes: number of axes that its positions must have; None accepts any.
-        listed: manifest entry that is compared with the file when it is opened; None skips the comparison.
     """
 
     path: str | os.PathLike[str]
-    axes: int | None = None
-    listed: ListedFile | None = None
-
-    @property
-    def facts(self) -> Facts:
-        """Facts that the file's writer stored."""
-        with self._open() as file:
-            return self._footer(file)["facts"]
-
-    @property
-    def lengths(self) -> IntArray:
-        """(examples,) number of tokens of each example; no other column is read."""
-        lengths: IntArray = self.columns(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
-        return lengths
-
-    def columns(self, names: Sequence[str]) -> pa.Table:
-        """Read these columns of ``SCHEMA`` for all examples, and no others."""
-        with self._open() as file:
-            self._footer(file)
-            return file.read(list(names))
 
     @property
     def source(self) -> str:
         """Path of the file."""
         return str(self.path)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts that the file's writer stored; empty if another engine wrote the file."""
+        with self.open() as file:
+            stored = (file.metadata.metadata or {}).get(_METADATA)
+        facts: dict[str, Any] = json.loads(stored)["facts"] if stored else {}
+        return facts
+
+    @property
+    def lengths(self) -> IntArray:
+        """(examples,) number of tokens of each example; no pixels are read."""
+        lengths: IntArray = self.columns(["num_tokens"])["num_tokens"].to_numpy().astype(np.int64)
+        return lengths
+
+    def columns(self, names: Sequence[str]) -> pa.Table:
+        """Read these columns of ``SCHEMA`` for all examples, and no others."""
+        with self.open() as file:
+            table = file.read(list(dict.fromkeys([*names, "error"])))
+        kept = table.filter(compute.is_null(table["error"])).select(list(names))
+        return kept.cast(pa.schema([SCHEMA.field(name) for name in names]))
+
+    def errors(self) -> dict[str, str]:
+        """Return the error of each record without an example, by the key of the record."""
+        with self.open() as file:
+            table = file.read(["key", "error"])
+        refused = table.filter(compute.is_valid(table["error"]))
+        return dict(zip(refused["key"].to_pylist(), refused["error"].to_pylist(), strict=True))
+
     def count(self) -> int:
-        """Return the number of examples, from the footer."""
-        with self._open() as file:
-            self._footer(file)
-            return int(file.metadata.num_rows)
+        """Return the number of examples."""
+        with self.open() as file:
+            return sum(kept.size for kept in _kept(file))
 
     def examples(self, start: int = 0) -> Iterator[Example]:
         """Read the examples in the order in which they were written, with one row group in memory at a time.
@@ -301,8 +221,7 @@ class SequenceShard:
             start: index of the first example; row groups before it are not read.
 
         Raises:
-            InvalidInputError: the file does not contain preprocessed sequences, has another version or other axes, or
-                is damaged.
+            InvalidInputError: the file does not contain preprocessed sequences, has another version, or is damaged.
         """
         for _, example in self._rows(start, 1):
             if isinstance(example, RecordError):
@@ -316,63 +235,75 @@ class SequenceShard:
 
     def rows(self) -> SequenceRows:
         """Open the file for random access; see SequenceRows."""
-        file = self._open()
-        return SequenceRows(self, file, self._footer(file)["axes"])
+        return SequenceRows(self, self.open())
 
     def _rows(self, start: int, step: int) -> Iterator[tuple[int, Example | RecordError]]:
         start, step = stride(start, step)
-        with self._open() as file:
-            axes = self._footer(file)["axes"]
+        with self.open() as file:
             first = 0
-            for group in range(file.num_row_groups):
-                stop = first + file.metadata.row_group(group).num_rows
-                wanted = [index for index in range(first, stop) if is_chosen(index, start, step)]
+            for group, kept in enumerate(_kept(file)):
+                wanted = [index for index in range(first, first + kept.size) if is_chosen(index, start, step)]
                 if wanted:
                     rows = self.group(file, group)
                     for index in wanted:
-                        yield index, self.example(rows, index - first, Location(self.source, index), axes)
-                first = stop
+                        yield index, self.example(rows, int(kept[index - first]), Location(self.source, index))
+                first += kept.size
 
     def group(self, file: parquet.ParquetFile, group: int) -> pa.Table | Exception:
         """Read a row group; return the error if it cannot be read."""
         try:
-            return file.read_row_group(group, SCHEMA.names)
+            table = file.read_row_group(group, SCHEMA.names).select(SCHEMA.names)
+            return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
         except (OSError, pa.ArrowException) as error:
             return error
 
-    def example(self, rows: pa.Table | Exception, i: int, here: Location, axes: int) -> Example | RecordError:
+    def example(self, rows: pa.Table | Exception, i: int, here: Location) -> Example | RecordError:
         """Create an example from row i of a row group; return the error if that fails."""
         if isinstance(rows, Exception):
             return broken(here, rows)
         try:
-            return from_row({name: rows[name][i] for name in SCHEMA.names}, axes)
-        except (LookupError, TypeError, ValueError) as error:
+            return from_row({name: rows[name][i] for name in SCHEMA.names})
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             return RecordError(f"{here}: {error}")
 
-    def _open(self) -> parquet.ParquetFile:
+    def open(self) -> parquet.ParquetFile:
+        """Open the file, and check that it holds preprocessed sequences of this version.
+
+        Raises:
+            InvalidInputError: the file holds anything else.
+            OSError: the file cannot be read.
+        """
         try:
-            return open_parquet(store_path("path", self.path), page_checksum_verification=True)
+            file = open_parquet(checked_path("path", self.path), page_checksum_verification=True)
         except pa.ArrowException as error:
             want = "want preprocessed sequences"
             raise InvalidInputError(f"{self.path}: got no Parquet file ({error}), {want}") from error
-
-    def _footer(self, file: parquet.ParquetFile) -> _Footer:
         stored = (file.metadata.metadata or {}).get(_METADATA)
-        if stored is None:
-            raise InvalidInputError(
-                f"{self.path}: got a Parquet file without mmpos metadata, want preprocessed sequences"
-            )
-        footer: _Footer = json.loads(stored)
-        if footer["version"] != FORMAT_VERSION:
-            got = footer["version"]
-            raise InvalidInputError(
-                f"{self.path}: got sequences of version {got}, want {FORMAT_VERSION}; write them again"
-            )
-        if self.axes is not None and footer["axes"] not in (None, self.axes):
-            raise InvalidInputError(f"{self.path}: got positions of {footer['axes']} axes, want {self.axes}")
-        if self.listed is not None:
-            self.listed.check(self.path, file.metadata.num_rows, footer["facts"])
-        return footer
+        version = json.loads(stored)["version"] if stored else _VERSION
+        if version != _VERSION:
+            file.close()
+            got = f"sequences of version {version}"
+            raise InvalidInputError(f"{self.path}: got {got}, want {_VERSION}; write them again")
+        if absent := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
+            file.close()
+            got = f"a Parquet file without the column {absent[0]!r}"
+            raise InvalidInputError(f"{self.path}: got {got}, want preprocessed sequences, as a Stage returns them")
+        return file
+
+
+def _kept(file: parquet.ParquetFile) -> list[IntArray]:
+    """Return for each row group the indices of its rows without an error; statistics spare reading the errors."""
+    kept = []
+    leaf = next(i for i in range(len(file.schema)) if file.schema.column(i).path == "error")
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group)
+        statistics = rows.column(leaf).statistics
+        if statistics is not None and statistics.has_null_count and statistics.null_count == rows.num_rows:
+            kept.append(np.arange(rows.num_rows))
+        else:
+            errors = file.read_row_group(group, ["error"])["error"]
+            kept.append(np.flatnonzero(compute.is_null(errors).to_numpy()))
+    return kept
 
 
 class SequenceRows:
@@ -381,17 +312,15 @@ class SequenceRows:
     Args:
         shard: the shard.
         file: its open file.
-        axes: number of axes of its positions.
     """
 
-    def __init__(self, shard: SequenceShard, file: parquet.ParquetFile, axes: int) -> None:
-        self._shard, self._file, self._axes = shard, file, axes
-        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        self._ends = np.cumsum(sizes, dtype=np.int64)
+    def __init__(self, shard: SequenceShard, file: parquet.ParquetFile) -> None:
+        self._shard, self._file, self._kept = shard, file, _kept(file)
+        self._ends = np.cumsum([kept.size for kept in self._kept], dtype=np.int64)
         self._groups = OrderedDict[int, pa.Table | Exception]()
 
     def __len__(self) -> int:
-        return int(self._file.metadata.num_rows)
+        return int(self._ends[-1]) if self._ends.size else 0
 
     def __getitem__(self, row: int) -> Example:
         """Read an example.
@@ -407,9 +336,9 @@ class SequenceRows:
             while len(self._groups) > _HELD_GROUPS:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(group)
-        first = int(self._ends[group]) - self._file.metadata.row_group(group).num_rows
-        here = Location(self._shard.source, row)
-        example = self._shard.example(self._groups[group], row - first, here, self._axes)
+        kept = self._kept[group]
+        place = int(kept[row - int(self._ends[group])])  # counted from the end of the group
+        example = self._shard.example(self._groups[group], place, Location(self._shard.source, row))
         if isinstance(example, RecordError):
             raise example
         return example
@@ -445,6 +374,7 @@ def to_row(example: Example) -> Row:
         raise UnsupportedError(f"{example.key}: segments.first_frame: got one, want None in a stored example")
     row: Row = {
         "key": text("key", example.key),
+        "dropped_images": [unicode(error) for error in example.dropped_images] or None,
         "num_tokens": example.num_tokens,
         "num_images": len(sequence.grid_thw),
         "input_ids": sequence.input_ids,
@@ -455,6 +385,7 @@ def to_row(example: Example) -> Row:
         "seconds_per_frame": None if segments.seconds_per_frame is None else _bytes(segments.seconds_per_frame),
         "row_separator": None if segments.row_separator is None else segments.row_separator.tobytes(),
         "extra_tokens": None if segments.extra_tokens is None else _bytes(segments.extra_tokens),
+        "axes": positions.axes,
         "table": _bytes(positions.table),
         "documents": _bytes(positions.documents),
         "fractional": positions.fractional,
@@ -475,13 +406,8 @@ def to_row(example: Example) -> Row:
     return row
 
 
-def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
-    """Convert a row to an example with its own arrays; every table is checked.
-
-    Args:
-        row: pyarrow scalar of each column.
-        axes: number of axes of the positions.
-    """
+def from_row(row: Mapping[str, pa.Scalar]) -> Example:
+    """Convert a row, a pyarrow scalar of each column, to an example with its own arrays; every table is checked."""
     kind = _array(row["kind"], np.uint8, (-1,))
     segments = SegmentTable(
         kind,
@@ -497,7 +423,7 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
     image_spans = _array(row["image_spans"], np.int64, (-1, 2))
     _check_spans(image_spans, row["image_margins"].as_py(), input_ids.size)
     positions = PositionTable.from_arrays(
-        _array(row["table"], np.int64, (AXES + 4 * axes, -1)),
+        _array(row["table"], np.int64, (AXES + 4 * row["axes"].as_py(), -1)),
         _array(row["documents"], np.int64, (4, -1)),
         input_ids.size,
         fractional=row["fractional"].as_py(),
@@ -521,7 +447,8 @@ def from_row(row: Mapping[str, pa.Scalar], axes: int) -> Example:
         image_margins=tuple(row["image_margins"].as_py()),
         audio_margins=tuple(row["audio_margins"].as_py()),
     )
-    return Example(row["key"].as_py(), sequence, _numbers(row["labels"]))
+    dropped = tuple(row["dropped_images"].as_py() or ())
+    return Example(row["key"].as_py(), sequence, _numbers(row["labels"]), dropped_images=dropped)
 
 
 def _check_spans(spans: npt.NDArray[np.int64], margins: list[int], num_tokens: int) -> None:
@@ -550,3 +477,8 @@ def _optional(value: pa.Scalar, dtype: type[Number], shape: tuple[int, ...]) -> 
 def _numbers(value: pa.Scalar) -> IntArray:
     numbers: IntArray = value.values.to_numpy().copy()
     return numbers
+
+
+def unicode(text: str) -> str:
+    """Return the text with lone surrogates, which Parquet cannot hold, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

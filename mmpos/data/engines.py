@@ -1,4 +1,4 @@
-"""Engines that process many shards: processes on this machine, or actors of Ray Data."""
+"""Engines that preprocess many shards: processes of this machine, or a pipeline of Ray Data."""
 
 from __future__ import annotations
 
@@ -23,43 +23,38 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from mmpos.data.preprocess.shard_job import PART_BYTES, Counts, ShardJob, Step, Task, read_parts
-from mmpos.data.stores import StorePath
+from mmpos.data.job import PartJob, Step, Task
+from mmpos.data.paths import is_url
 from mmpos.support.extras import needed_for
 from mmpos.support.interrupts import no_interrupts
 
 __all__ = ["run_local", "run_ray"]
 
-
 _PAUSE = 0.1  # seconds between two messages from a worker
 
 
-def run_local(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+def run_local(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     """Run the tasks on this machine, several at a time.
-
-    Args:
-        job: work to do on each task.
-        tasks: inputs and outputs.
-        workers: number of processes; a single worker runs in this process. Worker processes are killed, and may leave
-            temporary files, if the iterator is closed early or fails.
-
-    Yields:
-        The steps of all tasks as they occur.
 
     Raises:
         ChildProcessError: a worker was killed.
     """
     workers = min(workers, len(tasks))
-    return _in_processes(job, tasks, workers) if workers > 1 else _in_process(job, tasks)
-
-
-def _in_process(job: ShardJob, tasks: Sequence[Task]) -> Generator[Step, None, None]:
+    if workers > 1:
+        yield from _in_processes(job, tasks, workers)
+        return
     for task in tasks:
-        with closing(job.run(task)) as steps:
+        with closing(_steps(job, task)) as steps:
             yield from steps
 
 
-def _in_processes(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+def _steps(job: PartJob, task: Task) -> Generator[Step, None, None]:
+    for part in task.parts():
+        with closing(job.write(task, part)) as steps:
+            yield from steps
+
+
+def _in_processes(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     # Workers are spawned, since a fork of a process with threads (torch, pyarrow) may hang.
     context = multiprocessing.get_context("spawn")
     steps: SimpleQueue[Step] = context.SimpleQueue()
@@ -104,9 +99,9 @@ def _work(job: bytes, task: bytes) -> bytes:
     """Run a task in a worker process; send each finished file and, at regular intervals, the progress to the parent."""
     reported_at = time.monotonic()
     try:
-        with closing(_loads(job).run(pickle.loads(task))) as steps:
+        with closing(_steps(_loads(job), pickle.loads(task))) as steps:
             for step in steps:
-                if step.source is not None or time.monotonic() - reported_at > _PAUSE:
+                if step.is_finished or time.monotonic() - reported_at > _PAUSE:
                     _Worker.steps.put(step)
                     reported_at = time.monotonic()
         return pickle.dumps(None)
@@ -144,83 +139,57 @@ def _raise(result: bytes) -> Any:
     return value
 
 
-def run_ray(job: ShardJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Run the tasks as a Ray Data pipeline.
+def run_ray(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+    """Run the tasks as a Ray Data pipeline: Ray reads, maps, writes, and repeats the work of a machine that dies.
 
     The pipeline runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on
-    this machine; else in one started for the pipeline and stopped at the end. RAY_ADDRESS=local always starts a new
-    one.
-
-    Ray tasks read the shards into rows, one per part with its raw records, and a pool of actors writes each row to a
-    file. Ray balances the actors, throttles readers while rows are queued, and repeats the work of a machine that dies.
-    This is safe, since files are written atomically and repeated work writes the same bytes. Inputs and outputs must
+    this machine; else in one started for the pipeline and stopped at the end. A row is a part of a shard with its raw
+    records, and becomes a file that is written whole, so repeated work writes the same bytes. Inputs and outputs must
     have the same paths on all machines; relative paths are resolved against the current folder of this process.
-
-    Args:
-        job: work to do on each part.
-        tasks: inputs and outputs.
-        workers: maximum number of actors, each sharing one CPU with the readers; in a smaller cluster, as many run as
-            there are CPUs.
-
-    Yields:
-        The last step of each part and of each task, as they finish.
     """
     with needed_for("the ray engine", extra="ray"):
         import ray
         import ray.cloudpickle
         import ray.data
+    if not tasks:
+        return
     with _connected(ray):
         dumps: Callable[[object], bytes] = ray.cloudpickle.dumps  # also pickles readers defined in a script
         rows = [{"task": dumps(replace(task, folder=_absolute(task.folder)))} for task in tasks]
-        dataset = (
-            ray.data.from_items(rows, override_num_blocks=len(rows))
-            .map_batches(
-                partial(_read, folder=os.getcwd(), dumps=dumps),
-                batch_size=1,
-                batch_format="pyarrow",
-                compute=ray.data.TaskPoolStrategy(workers),
-                num_cpus=_READER_CPUS,
-            )
-            .map_batches(
-                PartWriter,
-                batch_size=1,
-                batch_format="pyarrow",
-                compute=ray.data.ActorPoolStrategy(
-                    min_size=1, max_size=workers, initial_size=workers, max_tasks_in_flight_per_actor=2
-                ),
-                fn_constructor_args=(job, os.getcwd()),
-                num_cpus=1 - _READER_CPUS,
-            )
+        actors = ray.data.ActorPoolStrategy(
+            min_size=1, max_size=workers, initial_size=workers, max_tasks_in_flight_per_actor=2
         )
-        context = dataset.context
-        context.target_max_block_size = PART_BYTES
-        # The caller reports progress itself.
-        context.enable_progress_bars = False
-        context.print_on_execution_start = False
-        for row in dataset.iter_rows():
+        options: Any = {"batch_size": 1, "batch_format": "pyarrow"}
+        parts = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+            partial(_read, folder=os.getcwd(), dumps=dumps),
+            compute=ray.data.TaskPoolStrategy(workers),
+            num_cpus=_READER_CPUS,
+            **options,
+        )
+        steps = parts.map_batches(
+            PartWriter, fn_constructor_args=(job, os.getcwd()), compute=actors, num_cpus=1 - _READER_CPUS, **options
+        )
+        steps.context.target_max_block_size = _BLOCK_BYTES
+        steps.context.enable_progress_bars = False  # the caller reports progress itself
+        steps.context.print_on_execution_start = False
+        for row in steps.iter_rows():
             yield _raise(row["step"])
 
 
+_BLOCK_BYTES = 2**26  # a part fills a block
 _READER_CPUS = 0.25  # fraction of a CPU that a reader gets; an actor gets the rest
-
-_ROWS = pa.schema([("task", pa.int64()), ("part", pa.int64()), ("records", pa.large_binary())])
 
 
 def _read(batch: pa.Table, folder: str, dumps: Callable[[object], bytes]) -> Iterator[pa.Table]:
-    """Read a shard into one row per part; if reading fails, one row holds the error instead of records."""
+    """Read a shard into one row per part; if reading fails, a row holds the error."""
     _change_folder(folder)
     for row in batch["task"]:
         task = pickle.loads(row.as_buffer())
         try:
-            for part, source, records in read_parts(task):
-                content = None if records is None else list(records)
-                yield _row(task.number, part, dumps((task.output(part), source, content)))
+            for part in task.parts():
+                yield pa.table({"part": pa.array([dumps((task, part))], pa.large_binary())})
         except Exception as error:
-            yield _row(task.number, 0, dumps(_portable(error)))
-
-
-def _row(*values: object) -> pa.Table:
-    return pa.table([[value] for value in values], schema=_ROWS)
+            yield pa.table({"part": pa.array([dumps(_portable(error))], pa.large_binary())})
 
 
 class PartWriter:
@@ -231,30 +200,23 @@ class PartWriter:
         folder: folder against which relative paths are resolved.
     """
 
-    def __init__(self, job: ShardJob, folder: str) -> None:
+    def __init__(self, job: PartJob, folder: str) -> None:
         self._job = job
         _change_folder(folder)
 
     def __call__(self, rows: pa.Table) -> dict[str, list[bytes]]:
         """Write the part of one row; an error is returned as a value, since Ray would wrap a raised one."""
-        task, part, records = (rows[name][0] for name in _ROWS.names)
-        return {"step": [pickle.dumps(self._step(task.as_py(), part.as_py(), pickle.loads(records.as_buffer())))]}
-
-    def _step(self, task: int, part: int, content: Any) -> Step | Exception:
-        if isinstance(content, Exception):
-            return content
-        output, source, records = content
-        step = Step(task, part, Counts(), source)
-        try:
-            if records is not None:
-                *_, step = self._job.write(task, part, output, source, records)
-            return step
-        except Exception as error:
-            return _portable(error)
+        content = pickle.loads(rows["part"][0].as_buffer())
+        if not isinstance(content, Exception):
+            try:
+                *_, content = self._job.write(*content)
+            except Exception as error:
+                content = _portable(error)
+        return {"step": [pickle.dumps(content)]}
 
 
-def _absolute(folder: StorePath) -> StorePath:
-    return folder if folder.is_url else StorePath(os.path.abspath(folder))
+def _absolute(folder: str) -> str:
+    return folder if is_url(folder) else os.path.abspath(folder)
 
 
 def _change_folder(folder: str) -> None:

@@ -1,1 +1,0 @@
-"""Preprocess corpora into Parquet files of sequences, with local processes or with Ray."""

@@ -1,0 +1,410 @@
+"""Files on this machine, in memory and on an S3 server behave the same, through fsspec."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any, Literal
+
+import boto3
+import pyarrow as pa
+import pytest
+from data_corpus import records, write_jsonl, write_parquet, write_tar
+from pyarrow import parquet
+from s3 import ENVIRONMENT, make_bucket, s3_server
+
+from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.data import HFImages, Pairs, Preprocess, Reader, RecordError, paths, sequence_shards, shards, write_sequences
+from mmpos.data.paths import checked_path, join, kind_of, matches, open_file, open_parquet, remove, write_file
+from mmpos.data.preprocess import _is_ours
+from mmpos.errors import InvalidInputError
+
+_NUMBERS = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Create an empty folder in each kind of store."""
+    number = next(_NUMBERS)
+    if request.param == "local":
+        return str(tmp_path)
+    if request.param == "memory":
+        return f"memory://folder-{number}/in"
+    address = request.getfixturevalue("server")
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{address}"}.items():
+        monkeypatch.setenv(name, value)
+    make_bucket(address, f"bucket-{number}")
+    return f"s3://bucket-{number}/in"
+
+
+def write(path: str, data: bytes) -> None:
+    paths.make_folder(path.rpartition("/")[0])
+    with write_file(path) as file:
+        file.write(data)
+
+
+def read(path: str) -> bytes:
+    with open_file(path) as file:
+        return file.read()
+
+
+def test_a_file_can_be_written_read_with_seeks_and_removed(folder: str) -> None:
+    path, data = join(folder, "a b%20ü.bin"), bytes(range(256)) * 4096
+    assert kind_of(path) is None
+    write(path, b"before")
+    with write_file(path) as file:
+        file.write(data[:1000])
+        file.write(data[1000:])
+    with open_file(path) as opened:
+        assert opened.seek(300_000) == 300_000
+        assert opened.read(10) == data[300_000:300_010]
+        assert opened.seek(-3, 2) == len(data) - 3
+        assert opened.read() == data[-3:]
+        assert opened.seek(len(data) + 5) == len(data) + 5
+        assert opened.read(1) == b""
+    assert read(path) == data
+    assert (kind_of(path), kind_of(folder)) == ("file", "folder")
+    first = paths.facts_of(path)
+    assert first == paths.facts_of(path)
+    write(path, data + b"x")
+    assert first["size"] == len(data)
+    assert paths.facts_of(path) != first
+    remove(path)
+    remove(path)
+    assert kind_of(path) is None
+
+
+def test_a_failed_with_block_leaves_the_existing_file_unchanged(folder: str) -> None:
+    path = join(folder, "a")
+    write(path, b"before")
+    with pytest.raises(TypeError), write_file(path) as file:
+        file.writelines([b"half", None])  # type: ignore[list-item]
+    assert read(path) == b"before"
+    assert matches("*", folder) == [path]
+
+
+def test_patterns_match_files_at_any_depth_but_folder_names_are_not_patterns(folder: str) -> None:
+    names = ["a-0.tar", "a-1.tar", "b.tar", "deep/a-2.tar", "deep/er/a-3.tar", "odd[1]*/x"]
+    for name in names:
+        write(join(folder, name), b"x")
+    for pattern, want in {
+        "a-*.tar": names[:2],
+        "a-[1-9].tar": names[1:2],
+        "?.tar": names[2:3],
+        "*/a-?.tar": names[3:4],
+        "**/a-*.tar": [*names[:2], *names[3:5]],
+        "none*": [],
+    }.items():
+        assert matches(pattern, folder) == [join(folder, name) for name in want], pattern
+        assert matches(join(folder, pattern)) == matches(pattern, folder)
+    assert matches("*", join(folder, "odd[1]*")) == [join(folder, "odd[1]*/x")]
+
+
+def test_errors_name_a_missing_file(folder: str) -> None:
+    path = join(folder, "none")
+    for call in (open_file, paths.facts_of, open_parquet):
+        with pytest.raises(FileNotFoundError, match=re.escape(repr(path))):
+            call(path)
+
+
+def test_parquet_files_are_read(folder: str) -> None:
+    path = join(folder, "a.parquet")
+    table = pa.table({"n": range(10_000), "text": [f"row {i}" for i in range(10_000)]})
+    with write_file(path) as file:
+        parquet.write_table(table, file, row_group_size=1000)
+    with open_parquet(path, buffer_size=2**16, pre_buffer=False) as opened:
+        assert opened.read_row_group(3, ["n"])["n"].to_pylist() == list(range(3000, 4000))
+        assert opened.read() == table
+
+
+def _copy(path: str) -> None:
+    write(join(path.rpartition("/")[0], "by-child"), read(path))
+
+
+def test_a_forked_process_opens_its_own_connections(folder: str) -> None:
+    if folder.startswith("memory"):
+        pytest.skip("memory belongs to one process")
+    path = join(folder, "a")
+    write(path, b"x")
+    child = multiprocessing.get_context("fork").Process(target=_copy, args=(path,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert read(join(folder, "by-child")) == b"x"
+
+
+@pytest.mark.parametrize(
+    ("path", "want"),
+    [
+        ("a/b", "a/b"),
+        (Path("s3://bucket/a"), "s3://bucket/a"),  # pathlib drops a slash
+        ("S3://Bucket/A", "s3://Bucket/A"),
+        ("file:///a%20b", "/a b"),
+        (Path("file:///a"), "/a"),
+        ("file://localhost/a", "/a"),
+        ("abfs://container@account/a", "abfs://container@account/a"),
+        ("gs://anonymous@bucket/a", "gs://anonymous@bucket/a"),
+        ("s3://b/a?.tar", "s3://b/a?.tar"),
+    ],
+)
+def test_paths_and_urls_are_normalized(path: str | Path, want: str) -> None:
+    assert checked_path("path", path) == want
+
+
+def test_names_in_folders_keep_the_options_of_a_url() -> None:
+    assert join("s3://bucket/a.b/?region=eu-west-1", "d") == "s3://bucket/a.b/d?region=eu-west-1"
+    assert paths.base_name("s3://bucket/a.b/c.tar.gz?region=eu-west-1") == "c.tar.gz"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://AKIA:hidden@bucket/a", "s3 and credentials, want credentials in the environment"),
+        ("s3://AKIA:hid/den@bucket/a", "s3 and credentials"),
+        ("https://hidden@host/a", "https and credentials"),
+        ("https://host/a?sig=hidden", "https and the option 'sig', want a URL without options"),
+        ("s3://bucket/a?secret=hidden", "s3 and the option 'secret', want endpoint_override, region"),
+        ("https://b.host/a.tar?X-Amz-Credential=AKIAhid&X-Amz-Signature=hidden", "https and the option 'X-Amz-Cred"),
+        ("s3://bucket/a?X-Amz-Signature=hid*den", "s3 and the option 'X-Amz-Signature', want endpoint"),
+        ("s3://anonymous@bucket/a", "s3 and credentials"),
+    ],
+)
+def test_urls_with_credentials_are_refused_and_not_printed(url: str, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^x: got a URL with the scheme {re.escape(message)}") as raised:
+        checked_path("x", url)
+    assert "hid" not in str(raised.value)
+
+
+def test_errors_name_unknown_schemes_and_missing_packages() -> None:
+    with pytest.raises(InvalidInputError, match=r"got a URL with the scheme 'nope', want a scheme of fsspec"):
+        open_file("nope://bucket/a")
+    with pytest.raises(InvalidInputError, match=r"^x: got .file://host/a., want file:/// and"):
+        checked_path("x", "file://host/a")
+    want = r"^sftp URLs: paramiko is not installed; install it with: pip install paramiko$"
+    with pytest.raises(ImportError, match=want):
+        open_file("sftp://host/a")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (OSError("AWS Error NETWORK_CONNECTION"), OSError, "AWS Error NETWORK_CONNECTION"),
+        (FileNotFoundError("no key"), FileNotFoundError, "no key"),
+        (PermissionError("no"), PermissionError, "no"),
+        (OSError(errno.ETIMEDOUT, "late"), TimeoutError, "late"),
+        (RuntimeError("GET https://user:hidden@cdn/a?sig=hidden 403"), OSError, "GET https://cdn/a 403"),
+    ],
+)
+def test_errors_of_a_store_keep_their_words_but_not_its_secrets(
+    error: Exception, kind: type[OSError], words: str
+) -> None:
+    with pytest.raises(OSError, match=re.escape(words)) as raised, paths._naming("s3://b/k"):
+        raise error
+    assert (type(raised.value), raised.value.filename) == (kind, "s3://b/k")
+    assert raised.value.errno
+    assert "hidden" not in f"{raised.value} {raised.value.__cause__}"
+
+
+def test_files_are_found_and_read_on_an_http_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    for name in ("a-0.jsonl", "a-1.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"id": "x"}\n')
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        folder = f"http://127.0.0.1:{server.server_port}"
+        readers = shards(f"{folder}/a-*.jsonl")
+        contents = [[raw for _, raw in reader.records()] for reader in readers]
+        server.shutdown()
+    assert [reader.source for reader in readers] == [f"{folder}/a-0.jsonl", f"{folder}/a-1.jsonl"]
+    assert contents == [[{"id": "x"}]] * 2
+
+
+def test_an_interrupted_upload_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "memory://interrupted/a"
+    write(path, b"before")
+
+    def copy(spool: IO[bytes], file: IO[bytes], length: int) -> None:
+        file.write(spool.read(2))
+        signal.raise_signal(signal.SIGINT)
+        file.write(spool.read())
+
+    monkeypatch.setattr("mmpos.data.paths.shutil.copyfileobj", copy)
+    with pytest.raises(KeyboardInterrupt):
+        write(path, b"after")
+    assert read(path) == b"after"
+
+
+def test_only_unfinished_uploads_of_our_files_are_removed(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
+        monkeypatch.setenv(name, value)
+    make_bucket(server, "uploads")
+    client: Any = boto3.client("s3")
+    for key in ("out/a.parquet", "out/sub/b.parquet", "out/c.bin", "outer/d.parquet"):
+        client.create_multipart_upload(Bucket="uploads", Key=key)
+    paths.abort_uploads("s3://uploads/out/", _is_ours)
+    left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket="uploads")["Uploads"]]
+    assert sorted(left) == ["out/c.bin", "out/sub/b.parquet", "outer/d.parquet"]
+    with pytest.warns(UserWarning, match=r"^s3://none/out: uploads of killed runs could not be removed \(.*NoSuch"):
+        paths.abort_uploads("s3://none/out", _is_ours)
+
+
+def _read_all(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str, object]]]:
+    read = [(location.index, record) for location, record in reader.records(start, step)]
+    assert not any(isinstance(record, RecordError) for _, record in read), read
+    return [(index, {**record, "__url__": ""}) for index, record in read if not isinstance(record, RecordError)]
+
+
+def test_shards_in_a_store_are_read_like_local_ones(folder: str, tmp_path: Path) -> None:
+    here, rows = tmp_path / "here", records(0, 5)
+    here.mkdir()
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        write_jsonl(here / name, rows)
+    (here / "b.jsonl.zst").write_bytes(pa.compress((here / "a.jsonl").read_bytes(), "zstd", asbytes=True))
+    for name in ("c.tar", "c.tar.gz"):
+        write_tar(here / name, rows)
+    write_parquet(here / "d.parquet", rows, group=2)
+    for path in here.iterdir():
+        write(join(folder, path.name), path.read_bytes())
+    readers, wanted = (shards([join(path, "*.jsonl*"), join(path, "[cd].*")]) for path in (folder, str(here)))
+    assert [reader.source for reader in readers] == [join(folder, Path(reader.source).name) for reader in wanted]
+    for reader, want in zip(readers, wanted, strict=True):
+        for start, step in ((0, 1), (1, 2), (9, 1)):
+            assert _read_all(reader, start, step) == _read_all(want, start, step), reader
+    with pytest.raises(InvalidInputError, match=r"^paths\[1\]: got '.*none\.tar', want a file, or a pattern"):
+        shards([join(folder, "c.tar"), join(folder, "none.tar")])
+
+
+@pytest.fixture(params=["local", "ray"])
+def engine(
+    request: pytest.FixtureRequest, server: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Literal["local", "ray"]]:
+    """Run each engine with workers that can use the S3 server."""
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
+        monkeypatch.setenv(name, value)
+    if request.param == "local":
+        yield "local"
+        return
+    ray = pytest.importorskip("ray")
+    ray.shutdown()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield "ray"
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
+    kind: str, engine: Literal["local", "ray"], server: str, tmp_path: Path
+) -> None:
+    bucket, rows = f"corpus-{kind}-{engine}", records(0, 1000)
+    make_bucket(server, bucket)
+    for row in rows:  # more than one request reads
+        row["image"]["bytes"] += bytes(10_000)
+    for row in rows[7::100]:
+        row["image"] = {"bytes": b"broken", "path": None}
+    write, format_ = (write_tar, Pairs()) if kind == "tar" else (write_parquet, HFImages())
+    data = write(tmp_path / f"written.{kind}", rows).read_bytes()
+    preprocess = Preprocess(format_, SequenceBuilder(images=ImageProcessor(max_tokens=4)))
+    outputs = []
+    engines: dict[str, Literal["local", "ray"]] = {str(tmp_path): "local", f"s3://{bucket}": engine}
+    for folder, name in engines.items():
+        write(join(folder, f"corpus.{kind}"), data)
+        readers, ready = shards(join(folder, f"corpus.{kind}")), join(folder, "ready")
+        summary = write_sequences(readers, ready, preprocess, on_error="skip", engine=name)
+        assert (summary.counts.documents, summary.counts.skipped) == (990, 10)
+        assert sorted(map(paths.base_name, matches("*", ready))) == ["_run.json", "corpus.parquet"]
+        (shard,) = sequence_shards(ready, preprocess)
+        errors = {key.rpartition("[")[2]: error.replace(folder, "") for key, error in shard.errors().items()}
+        assert list(errors) == [f"{i}]" for i in range(7, 1000, 100)]
+        assert all("image" in error for error in errors.values())
+        outputs.append((shard.columns(["key", "input_ids", "patches", "table"]), errors))
+    assert outputs[0] == outputs[1]
+
+
+PREPROCESS = """
+import json, os, sys
+from mmpos import ImageProcessor, SequenceBuilder
+from mmpos.data import Pairs, Preprocess, job, shards, storage, write_sequences
+job.PART_BYTES, storage.GROUP_ROWS = 2**16, 4
+pairs = Preprocess(Pairs(), SequenceBuilder(images=ImageProcessor("pillow", max_tokens=64)))
+if __name__ == "__main__":
+    print("begun", flush=True)
+    write_sequences(shards(sys.argv[1]), sys.argv[2], pairs, on_error="skip", workers=int(sys.argv[3]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("store", ["local", "s3"])
+def test_killed_runs_lose_and_double_nothing_and_leave_nothing_behind(
+    store: str, workers: int, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://{server}"}.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"killed-{workers}"
+    make_bucket(server, bucket)
+    rows = records(0, 200)
+    for row in rows:
+        row["image"]["bytes"] += bytes(5000)
+    rows[7]["image"] = {"bytes": b"broken", "path": None}
+    for name in ("a", "b", "c"):
+        write_tar(tmp_path / f"{name}.tar", [{**row, "id": f"{name}{row['id']}"} for row in rows])
+    (tmp_path / "run.py").write_text(PREPROCESS)
+    place = str(tmp_path) if store == "local" else f"s3://{bucket}"
+
+    def finishes(out: str, within: float) -> bool:
+        """Run the program, and kill it after this time; return whether it had finished."""
+        arguments = [sys.executable, str(tmp_path / "run.py"), f"{tmp_path}/*.tar", out, str(workers)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            try:
+                assert process.wait(within) == 0
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return False
+        return True
+
+    begun = time.monotonic()
+    assert finishes(f"{place}/whole", 300)
+    seconds, chance, kills = time.monotonic() - begun, random.Random(0), 0
+    while kills < KILLS:
+        out = f"{place}/out-{next(_NUMBERS)}"
+        while not finishes(out, chance.random() * seconds):
+            kills += 1
+        keys, errors = list[str](), list[str]()
+        for shard in sequence_shards(out):
+            keys += [example.key for example in shard.examples()]
+            errors += shard.errors()
+        assert sorted(keys) == sorted(f"{name}{i}" for name in "abc" for i in range(200) if i != 7)
+        assert sorted(map(paths.base_name, errors)) == ["a.tar[7]", "b.tar[7]", "c.tar[7]"]
+        left = os.listdir(out) if store == "local" else [paths.base_name(path) for path in matches("*", out)]
+        assert all(re.fullmatch(r"_run\.json|[abc](\.part\d{5})?\.parquet", name) for name in left), left
+    if store == "s3":
+        client: Any = boto3.client("s3", endpoint_url=f"http://{server}", region_name="us-east-1")
+        assert not client.list_multipart_uploads(Bucket=bucket).get("Uploads")
+
+
+KILLS = int(os.environ.get("MMPOS_KILLS", "10"))

@@ -12,6 +12,7 @@ the bound of one side.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from math import sqrt
@@ -21,6 +22,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+INTERPRETED = not torch.cuda.is_available() and "standin" not in sys.modules
+"""Whether kernels run in Triton's interpreter, which truncates to bfloat16 instead of rounding."""
 
 LIBRARY = 4
 """Errors of sin, cos and pow in units in the last place: at most 4 in numpy's vector code and 3.5 in torch's."""

@@ -57,7 +57,6 @@ class Log:
         self._check(self.writers[where], who, where, "written", "written")
         self._check(self.readers[where], who, where, "written", "read")
         self.writers[where] = who
-        self._check(self.writers[where], who, where, "written", "written")  # by two warps at once
 
     @staticmethod
     def _check(last: Numbers, who: Numbers, where: Numbers, what: str, before: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from accesses import Fault, Memory, Shared, Span, stamp
 from operations import DTYPES, OPERATIONS, Array, spelled
@@ -19,8 +20,8 @@ MOST_STEPS = 1_000_000
 """Steps of a block after which a loop counts as endless."""
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-GARBAGE = 0x0101010101010101
-"""What a register holds in threads that have not written it."""
+GARBAGE = 0xFFC1FFC1FFC1FFC1
+"""What a register holds in threads that have not written it: NaN in every type of floating point."""
 
 executed: Counter[str] = Counter()
 """How often each opcode has run in this process."""
@@ -39,7 +40,7 @@ def step(patterns: str) -> Callable[[Any], Any]:
     return register
 
 
-def run(program: Program, grid: tuple[int, int, int], shared: int, parameters: Mapping[str, int], memory: Memory) -> None:
+def run(program: Program, grid: tuple[int, int, int], shared: int, parameters: Mapping[str, int], tensors: Iterable[Tensor]) -> None:
     """Run all blocks of a launch.
 
     Args:
@@ -47,8 +48,9 @@ def run(program: Program, grid: tuple[int, int, int], shared: int, parameters: M
         grid: number of blocks in x, y and z.
         shared: bytes of shared memory per block.
         parameters: the bits of each parameter.
-        memory: the tensors of the launch.
+        tensors: the tensors of the launch, all that it may access.
     """
+    memory = Memory([*tensors, *program.constants.values()])
     for z, y, x in product(*map(range, reversed(grid))):
         Block(program, grid, (x, y, z), shared, parameters, memory).run()
 
@@ -69,10 +71,12 @@ class Block:
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         self.epoch = 0
         self.shared = Shared(shared)
-        self.local = [Shared(program.local) for _ in self.threads] if program.local else []
+        self.local = Shared(program.local * program.threads)
+        self.carry = np.zeros(program.threads, np.uint64)
         special = {f"%ctaid.{axis}": index[i] for i, axis in enumerate("xyz")}
         special |= {f"%nctaid.{axis}": grid[i] for i, axis in enumerate("xyz")}
         self.symbols = special | {"global_smem": 0, "__local_depot0": 0}
+        self.symbols |= {name: table.data_ptr() for name, table in program.constants.items()}
         self.registers: dict[str, Array] = {"%tid.x": self.threads.astype(np.uint32)}
         self.at = np.zeros(program.threads, np.int64)
         self.waiting = np.zeros(program.threads, np.bool_)
@@ -124,16 +128,21 @@ class Block:
     def _width(self, register: str) -> int:
         return self.program.registers[register.rstrip("0123456789")]
 
+    def _register(self, name: str) -> Array:
+        if name not in self.registers:
+            width = self._width(name)
+            garbage = GARBAGE & (1 << 8 * width) - 1 if width > 1 else 1
+            self.registers[name] = np.full(len(self.threads), garbage, BITS[width])
+        return self.registers[name]
+
     def value(self, operand: Operand, kind: str) -> Array:
         """Return an operand as an array of a type, with one element per thread."""
         assert isinstance(operand, str), operand
         size = BYTES[kind]
-        if operand in self.registers:
-            bits = self.registers[operand]
+        if operand.startswith("%") and operand not in self.symbols:
+            bits = self._register(operand)
             if bits.itemsize != size:
                 raise Fault(f"{operand} has {bits.itemsize} bytes, {kind} has {size}")
-        elif operand in self.program.registers or operand.startswith("%") and operand not in self.symbols:
-            raise Fault(f"{operand} read before it was written")
         else:
             bits = np.full(len(self.threads), self._number(operand) & (1 << 8 * size) - 1, BITS[size])
         if kind == "bf16":
@@ -151,11 +160,9 @@ class Block:
         assert isinstance(register, str), register
         if register == "_":
             return
-        width = self._width(register)
-        bits = np.ascontiguousarray(values).view(BITS[width]).reshape(-1)
-        if register not in self.registers:
-            self.registers[register] = np.full(len(self.threads), GARBAGE & (1 << 8 * width) - 1, BITS[width])
-        np.copyto(self.registers[register], bits, where=active)
+        target = self._register(register)
+        bits = np.ascontiguousarray(values).view(target.dtype).reshape(-1)
+        np.copyto(target, bits, where=active)
 
     @step("mov.{pred,b16,u16,b32,u32,b64,u64,f32}")
     def _move(self, instruction: Instruction, active: Active) -> None:
@@ -172,6 +179,18 @@ class Block:
                 self.write(register, values, active)
         else:
             self.write(target, self.value(source, kind), active)
+
+    @step("mad.lo.cc.u32 madc.hi.u32")
+    def _multiply_with_carry(self, instruction: Instruction, active: Active) -> None:
+        """Multiply and add the low half of a product and keep the carry, or add the carry to the high half."""
+        target, *operands = instruction.operands
+        a, b, c = (self.value(x, "u32").astype(np.uint64) for x in operands)
+        if instruction.opcode == "mad.lo.cc.u32":
+            total = (a * b & np.uint64(0xFFFFFFFF)) + c
+            np.copyto(self.carry, total >> np.uint64(32), where=active)
+        else:
+            total = (a * b >> np.uint64(32)) + c + self.carry
+        self.write(target, total.astype(np.uint32), active)
 
     # Control flow.
 
@@ -228,7 +247,7 @@ class Block:
         wide = bits.view(DTYPES[kind]).astype(np.dtype(f"{'i' if kind[0] == 's' else 'u'}{width}"))
         self.write(register, bits if bits.itemsize == width else wide, active)
 
-    @step("{ld,st}.{global,shared}{,.v2,.v4}.{b8,b16,b32,b64} {ld,st}.local.{b32,u32}")
+    @step("{ld,st}.{global,shared}{,.v2,.v4}.{b8,b16,b32,b64} {ld,st}.local.b32 ld.global.nc.b32")
     def _access(self, instruction: Instruction, active: Active) -> None:
         name, space, *_, kind = instruction.opcode.split(".")
         address, data = instruction.operands if name == "st" else reversed(instruction.operands)
@@ -261,8 +280,12 @@ class Block:
     def _bytes(self, space: str, address: Array, width: int, threads: Array, values: Array | None = None) -> Array:
         """Load or store ``width`` bytes per thread in a space."""
         who = stamp(self.number, self.epoch, threads // WARP)
-        memory: Span | Memory = self.shared if space == "shared" else self.memory
-        return memory.access(address, width, who, values)
+        if space == "local":
+            if (address + width > self.program.local).any():
+                raise Fault("outside: beyond the local memory of a thread")
+            address = address + threads * self.program.local
+        memory: dict[str, Span | Memory] = {"shared": self.shared, "local": self.local, "global": self.memory}
+        return memory[space].access(address, width, who, values)
 
     @step("{ld,st}matrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared.b16")
     def _matrices(self, instruction: Instruction, active: Active) -> None:

@@ -62,7 +62,7 @@ def define(patterns: str, types: str, compute: Callable[..., Array]) -> None:
 
 # Integers: results wrap around.
 
-define("add.{s16,s32,s64}", "T T -> T", lambda a, b: a + b)
+define("add.{s16,s32,s64,u32}", "T T -> T", lambda a, b: a + b)
 define("sub.{s16,s32,s64}", "T T -> T", lambda a, b: a - b)
 define("mul.lo.{s16,s32,s64}", "T T -> T", lambda a, b: a * b)
 define("mad.lo.{s32,s64}", "T T T -> T", lambda a, b, c: a * b + c)
@@ -108,6 +108,15 @@ def _shift_right(a: Array, by: Array) -> Array:
 
 define("shl.{b16,b32,b64}", "T u32 -> T", _shift_left)
 define("shr.{u16,u32,u64,s32,s64}", "T u32 -> T", _shift_right)
+
+
+def _shift_both(low: Array, high: Array, by: Array) -> Array:
+    """Shift 64 bits left by a number modulo 32, and return the high half."""
+    both = high.astype(np.uint64) << np.uint64(32) | low
+    return (both << (by & np.uint32(31)).astype(np.uint64) >> np.uint64(32)).astype(np.uint32)
+
+
+define("shf.l.wrap.b32", "T T T -> T", _shift_both)
 
 
 def _extract(a: Array, start: Array, length: Array) -> Array:
@@ -164,16 +173,25 @@ def _fused(a: Array, b: Array, c: Array) -> Array:
 define("fma.rn.f32", "T T T -> T", _fused)
 
 
-def _inverse_root(a: Array) -> Array:
-    """Compute 1/√a in float32 of numbers whose subnormals count as zero.
+def _flushing(compute: Callable[..., Array]) -> Callable[..., Array]:
+    """Make a function of float32 take subnormal numbers for zeros of their sign, and return such zeros."""
 
-    A GPU's result differs from this one, which is rounded to nearest, by a relative error of at most 2^-22.9.
-    """
-    flushed = np.where(np.abs(a) < np.finfo(np.float32).tiny, np.copysign(0, a), a).astype(np.float64)
-    return (1 / np.sqrt(flushed)).astype(np.float32)
+    def flush(a: Array) -> Array:
+        return np.where(np.abs(a) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), a), a)
+
+    return lambda *operands: flush(compute(*map(flush, operands)))
+
+
+@_flushing
+def _inverse_root(a: Array) -> Array:
+    """Compute 1/√a, rounded to nearest; a GPU's result may differ from it by a relative error of 2^-22.9."""
+    return (1 / np.sqrt(a.astype(np.float64))).astype(np.float32)
 
 
 define("rsqrt.approx.ftz.f32", "T -> T", _inverse_root)
+define("fma.rn.ftz.f32", "T T T -> T", _flushing(_fused))
+define("mul.rn.ftz.f32", "T T -> T", _flushing(lambda a, b: a * b))
+define("abs.ftz.f32", "T -> T", _flushing(np.abs))
 
 # Comparison: all but "ne" of integers and the ones that end with "u" are false for NaN.
 
@@ -224,4 +242,5 @@ define("cvt.rn.bf16.f32", "T -> b16", round_bfloat16)
 define("cvt.rn.f16.f32", "T -> b16", _round_float16)
 define("cvt.rn.bf16x2.f32", "T T -> b32", lambda a, b: _pack(round_bfloat16(a), round_bfloat16(b)))
 define("cvt.rn.f16x2.f32", "T T -> b32", lambda a, b: _pack(_round_float16(a), _round_float16(b)))
-define("cvt.rni.s32.f32", "T -> S", _to_int32)
+define("cvt.rni.ftz.s32.f32", "T -> S", _to_int32)
+define("cvt.rn.f32.f64", "T -> S", lambda a: a.astype(np.float32))

@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 BYTES = {
     "pred": 1, "b8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
     "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8,
@@ -53,6 +56,7 @@ class Program:
         threads: threads per block that the kernel requires.
         registers: bytes of the registers of each prefix, such as "%rd".
         local: bytes of local memory of each thread.
+        constants: tables of 32-bit numbers in global memory.
         code: the instructions.
         labels: the number of the instruction that follows each label.
     """
@@ -62,6 +66,7 @@ class Program:
     threads: int
     registers: dict[str, int]
     local: int
+    constants: dict[str, Tensor]
     code: tuple[Instruction, ...]
     labels: dict[str, int]
 
@@ -75,15 +80,17 @@ def parse(text: str) -> Program:
     (threads,) = re.findall(r"\.reqntid\s+(\d+)", directives)
     registers = {prefix: BYTES[kind] for kind, prefix in re.findall(r"\.reg\s+\.(\w+)\s+(%[a-zA-Z]+)", body)}
     local = sum(map(int, re.findall(r"\.local\b.*?\[(\d+)\]", body)))
-    body = re.sub(r"^\s*\.loc\b.*", "", body, flags=re.MULTILINE)
+    body = re.sub(r"^\s*(?:\.loc\b.*|[{}])$", "", body, flags=re.MULTILINE)
     body = re.sub(r"^\s*\.(?:reg|local|pragma)\b.*?;", "", body, flags=re.MULTILINE)
+    tables = re.findall(r"\.global\b.*?\.b32 (\w+)\[\d+\] = \{(.*?)\}", text)
+    constants = {name: torch.tensor([*map(int, numbers.split(","))]).to(torch.uint32) for name, numbers in tables}
     code, labels = [], {}
     for statement in re.findall(r"\$\w+:|[^;:]+;", body):
         if statement.endswith(":"):
             labels[statement[:-1]] = len(code)
         else:
             code.append(instruction(statement))
-    return Program(name, parameters, int(threads), registers, local, tuple(code), labels)
+    return Program(name, parameters, int(threads), registers, local, constants, tuple(code), labels)
 
 
 def instruction(statement: str) -> Instruction:

@@ -16,8 +16,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 import machine
+import mmpos.rotary.kernel  # noqa: F401  (compiled if TRITON_INTERPRET is not set now)
 import ptx
-from accesses import Memory
 
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "sm_120": 120}
 
@@ -86,7 +86,7 @@ class Launcher(nvidia.CudaLauncher):  # type: ignore[misc]
         before = len(launches)
         super().__call__(*arguments)
         for launch in launches[before:]:
-            machine.run(*launch, Memory(tensors_in(arguments)))
+            machine.run(*launch, tensors_in(arguments))
 
 
 class Driver(nvidia.CudaDriver):  # type: ignore[misc]
@@ -121,3 +121,4 @@ def use(architecture: str, folder: Path) -> None:
     sys.setdlopenflags(os.RTLD_LAZY)  # the stand-in has only the functions that launches call
     driver.set_active(Driver(ARCHITECTURES[architecture]))
     sys.setdlopenflags(flags)
+    os.environ["TRITON_INTERPRET"] = "1"  # calls with tensors on the CPU check it

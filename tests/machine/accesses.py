@@ -32,8 +32,9 @@ def stamp(block: int, epoch: int, warp: Numbers) -> Numbers:
 class Log:
     """The last accesses to each byte of a memory, to find two that no barrier orders.
 
-    Two accesses to a byte, one of them a write, are ordered if a thread of the same warp made both, or if a barrier of
-    their block lies between them. Nothing orders two blocks.
+    Two accesses to a byte, one of them a write, are ordered if threads of the same warp made both, or if a barrier of
+    their block lies between them. Nothing orders two blocks. Writes of equal values need no order: warps that hold
+    copies of a value all write it.
     """
 
     def __init__(self, size: int) -> None:
@@ -52,9 +53,9 @@ class Log:
         lost = self.readers[where] != new  # several warps read a byte at once, and only one was noted
         self.readers[where[lost]] |= SEVERAL_WARPS
 
-    def write(self, where: Numbers, who: Numbers) -> None:
-        """Note a write of bytes; raise Fault if another warp read or wrote one of them unordered."""
-        self._check(self.writers[where], who, where, "written", "written")
+    def write(self, where: Numbers, who: Numbers, equal: NDArray[np.bool_]) -> None:
+        """Note a write of bytes, some equal to the old ones; raise Fault if another warp read or wrote them unordered."""
+        self._check(np.where(equal, NEVER, self.writers[where]), who, where, "written", "written")
         self._check(self.readers[where], who, where, "written", "read")
         self.writers[where] = who
 
@@ -109,7 +110,7 @@ class Span:
                 raise Fault(f"read before it was written: byte {int(where[~self.readable[where]][0])}")
             self.log.read(where, stamps)
             return self.data[where]
-        self.log.write(where, stamps)
+        self.log.write(where, stamps, self.readable[where] & (self.data[where] == values))
         self.readable[where] = True
         self.data[where] = values
         if (self.data[where] != values).any():

@@ -195,8 +195,8 @@ define("abs.ftz.f32", "T -> T", _flushing(np.abs))
 
 # Comparison: all but "ne" of integers and the ones that end with "u" are false for NaN.
 
-define("setp.eq.{b32,b64,s32,f32}", "T T -> pred", np.equal)
-define("setp.ne.{b16,b32,b64,s32}", "T T -> pred", np.not_equal)
+define("setp.eq.{b16,b32,b64}", "T T -> pred", np.equal)
+define("setp.ne.{b16,b32,b64}", "T T -> pred", np.not_equal)
 define("setp.lt.{s32,u32,s64,u64,f32}", "T T -> pred", np.less)
 define("setp.le.{s32,u32,s64,f32}", "T T -> pred", np.less_equal)
 define("setp.gt.{s32,u32,s64,f32}", "T T -> pred", np.greater)

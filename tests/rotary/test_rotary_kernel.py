@@ -28,7 +28,7 @@ from rotary_oracle import (
     table_of,
 )
 from store_oracle import assert_same_bits
-from tolerance import EXACT, assert_within, cos_sin, rotations
+from tolerance import EXACT, INTERPRETED, assert_within, cos_sin, rotations
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, Text
@@ -58,7 +58,7 @@ def assert_same(got: Tensor | None, want: Tensor | None) -> None:
     assert want is not None
     assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
     assert not got.isnan().any()
-    ulps = 1 if got.dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0
+    ulps = 1 if got.dtype == torch.bfloat16 and INTERPRETED else 0
     difference = (integers(got).long() - integers(want).long()).abs()
     assert int(difference.max() if difference.numel() else 0) <= ulps
 

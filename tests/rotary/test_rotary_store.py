@@ -10,6 +10,7 @@ import torch
 from rotary_oracle import DTYPES, packed
 from rotary_oracle import heads as heads_on_host
 from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, flat, write
+from tolerance import INTERPRETED
 from torch import Tensor
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
@@ -43,7 +44,7 @@ def qkv(tokens: int = 13, dtype: torch.dtype = torch.float32, dim: int = 12, v_d
 
 def ulps(way: str, dtype: torch.dtype) -> int:
     """Return the tolerance in ulps for Triton's interpreter, which truncates to bfloat16."""
-    return int(way == "triton" and dtype == torch.bfloat16 and DEVICE.type == "cpu")
+    return int(way == "triton" and dtype == torch.bfloat16 and INTERPRETED)
 
 
 def assert_stored(way: str, tensors: list[Tensor], cache: Held, slots: Tensor, **options: Any) -> None:

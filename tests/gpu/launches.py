@@ -592,7 +592,8 @@ def move(scene: Scene) -> Iterator[Check]:
     rerotate(nhd, slots, scene.positions, to_positions, rotary, implementation=launch.way)
     scene.results.append(keys[at])
     if len(kept):
-        between = angles(_dense(new).double(), rotary) - scene.angle
+        ids = to_positions if isinstance(to_positions, Tensor) else _dense(new)
+        between = angles(ids.double(), rotary) - scene.angle
         yield "keys", distance(keys[at], scene.k[kept], between[kept], rotary) / scene.bound
     keys[at] = filled(1, 1, dtype=launch.dtype)
     yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in cache.whole))

@@ -1,4 +1,4 @@
-"""Memory whose accesses are checked: bounds, alignment, what was written before, and the order of other accesses."""
+"""Memory whose accesses are checked: bounds, alignment, what was written before, and the order of accesses."""
 
 from __future__ import annotations
 
@@ -18,71 +18,33 @@ class Fault(Exception):
     """What a GPU would refuse, what is undefined, or what this machine does not know."""
 
 
-WARP_BITS, EPOCH_BITS = 6, 20
-SEVERAL_WARPS = (1 << WARP_BITS) - 1
-SEVERAL_BLOCKS = 1 << 62
-NEVER = -1
+WARP_BITS, BLOCK_SHIFT = 6, 26
+SEVERAL_WARPS, SEVERAL_BLOCKS, NEVER = (1 << WARP_BITS) - 1, 1 << 62, -1
 
 
 def stamp(block: int, epoch: int, warp: Numbers) -> Numbers:
-    """Return who accesses memory and when, in one number per thread: block, barriers passed so far, and warp."""
-    return (((block << EPOCH_BITS) + epoch) << WARP_BITS) + warp
-
-
-class Log:
-    """The last accesses to each byte of a memory, to find two that no barrier orders.
-
-    Two accesses to a byte, one of them a write, are ordered if threads of the same warp made both, or if a barrier of
-    their block lies between them. Nothing orders two blocks. Writes of equal values need no order: warps that hold
-    copies of a value all write it.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.writers = np.full(size, NEVER, np.int64)
-        self.readers = np.full(size, NEVER, np.int64)
-
-    def read(self, where: Numbers, who: Numbers) -> None:
-        """Note a read of bytes; raise Fault if another warp wrote one of them unordered."""
-        self._check(self.writers[where], who, where, "read", "written")
-        last = self.readers[where]
-        other_block = (last != NEVER) & (last >> EPOCH_BITS + WARP_BITS != who >> EPOCH_BITS + WARP_BITS)
-        same_epoch = last >> WARP_BITS == who >> WARP_BITS
-        new = np.where(same_epoch & (last != who), who | SEVERAL_WARPS, who)
-        new = np.where(other_block, SEVERAL_BLOCKS, new)
-        self.readers[where] = new
-        lost = self.readers[where] != new  # several warps read a byte at once, and only one was noted
-        self.readers[where[lost]] |= SEVERAL_WARPS
-
-    def write(self, where: Numbers, who: Numbers, equal: NDArray[np.bool_]) -> None:
-        """Note a write of bytes, some equal to the old ones; raise Fault if another warp read or wrote them unordered."""
-        self._check(np.where(equal, NEVER, self.writers[where]), who, where, "written", "written")
-        self._check(self.readers[where], who, where, "written", "read")
-        self.writers[where] = who
-
-    @staticmethod
-    def _check(last: Numbers, who: Numbers, where: Numbers, what: str, before: str) -> None:
-        shift = EPOCH_BITS + WARP_BITS
-        same_epoch = last >> WARP_BITS == who >> WARP_BITS
-        race = (last != NEVER) & ((last >> shift != who >> shift) | (same_epoch & (last != who)))
-        if race.any():
-            i = tuple(np.argwhere(race)[0])
-            blocks = "another block" if last[i] >> shift != who[i] >> shift else "another warp since the last barrier"
-            raise Fault(f"race: byte {int(where[i])} is {what}, and was {before} by {blocks}")
+    """Return who accesses memory and when, as one number per thread: block, barriers that it has passed, and warp."""
+    return (block << BLOCK_SHIFT) + (epoch << WARP_BITS) + warp
 
 
 class Span:
-    """A piece of memory with consecutive addresses.
+    """Consecutive bytes, with the last read and write of each, to find two accesses that nothing orders.
+
+    Two accesses to a byte, one of them a write, are ordered if threads of the same warp made both, or if a barrier of
+    their block lies between them. Nothing orders two blocks.
 
     Args:
-        base: its first address.
-        data: its bytes.
+        base: the first address.
+        data: the bytes.
         inside: whether each byte may be accessed.
-        readable: whether each byte has a value; writing gives it one.
+        shared: whether the bytes have no value before the first write, and different warps may write equal values, as
+            warps that hold copies of a value do in shared memory.
     """
 
-    def __init__(self, base: int, data: Bytes, inside: NDArray[np.bool_], readable: NDArray[np.bool_]) -> None:
-        self.base, self.data, self.inside, self.readable = base, data, inside, readable
-        self.log = Log(len(data))
+    def __init__(self, base: int, data: Bytes, inside: NDArray[np.bool_], shared: bool) -> None:
+        self.base, self.data, self.inside, self.shared = base, data, inside, shared
+        self.known = np.full(len(data), not shared)
+        self.writers, self.readers = np.full((2, len(data)), NEVER, np.int64)
 
     def access(self, address: Numbers, width: int, who: Numbers, values: Bytes | None = None) -> Bytes:
         """Load or store ``width`` bytes at each address.
@@ -103,26 +65,45 @@ class Span:
             raise Fault(f"outside: {width} bytes at byte {int(at[wrong][0])} of {len(self.data)}")
         where = at[:, None] + np.arange(width)
         if not self.inside[where].all():
-            raise Fault(f"outside: byte {int(where[~self.inside[where]][0])}, which belongs to no tensor")
+            raise Fault(f"outside: byte {int(where[~self.inside[where]][0])} belongs to no tensor")
         stamps = np.broadcast_to(who[:, None], where.shape)
         if values is None:
-            if not self.readable[where].all():
-                raise Fault(f"read before it was written: byte {int(where[~self.readable[where]][0])}")
-            self.log.read(where, stamps)
+            if not self.known[where].all():
+                raise Fault(f"read before it was written: byte {int(where[~self.known[where]][0])}")
+            self._check(self.writers[where], stamps, "reads what {} wrote")
+            self._note_read(where, stamps)
             return self.data[where]
-        self.log.write(where, stamps, self.readable[where] & (self.data[where] == values))
-        self.readable[where] = True
+        equal = self.known[where] & (self.data[where] == values) & self.shared
+        self._check(np.where(equal, NEVER, self.writers[where]), stamps, "writes what {} wrote")
+        self._check(self.readers[where], stamps, "writes what {} read")
         self.data[where] = values
-        if (self.data[where] != values).any():
-            raise Fault("race: threads of an instruction write different values to one address")
+        self.writers[where] = stamps
+        self.known[where] = True
+        if (self.data[where] != values).any() or not self.shared and (self.writers[where] != stamps).any():
+            raise Fault("race: threads write to one address at once")
         return values
 
+    def _note_read(self, where: Numbers, who: Numbers) -> None:
+        last = self.readers[where]
+        again = (last >> WARP_BITS == who >> WARP_BITS) & (last != who)
+        new = np.where(again, who | SEVERAL_WARPS, who)
+        new = np.where((last != NEVER) & (last >> BLOCK_SHIFT != who >> BLOCK_SHIFT), SEVERAL_BLOCKS, new)
+        self.readers[where] = new
+        lost = self.readers[where] != new  # several warps read a byte at once, and one of them was noted
+        self.readers[where[lost]] |= SEVERAL_WARPS
 
-class Shared(Span):
-    """The shared memory of a block; it begins at address 0, without values."""
+    @staticmethod
+    def _check(last: Numbers, who: Numbers, what: str) -> None:
+        other_block = (last >> BLOCK_SHIFT != who >> BLOCK_SHIFT) & (last != NEVER)
+        if other_block.any():
+            raise Fault(f"race: a block {what.format('another block')}")
+        if ((last >> WARP_BITS == who >> WARP_BITS) & (last != who)).any():
+            raise Fault(f"race: a warp {what.format('another warp')} since the last barrier")
 
-    def __init__(self, size: int) -> None:
-        super().__init__(0, np.zeros(size, np.uint8), np.ones(size, np.bool_), np.zeros(size, np.bool_))
+
+def scratch(size: int) -> Span:
+    """Return memory of a block, which begins at address 0 and has no values yet."""
+    return Span(0, np.zeros(size, np.uint8), np.ones(size, np.bool_), True)
 
 
 class Memory:
@@ -134,28 +115,21 @@ class Memory:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         spans: dict[int, Span] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            base, size = storage.data_ptr(), storage.nbytes()
-            if tensor.numel() and base not in spans:
+        for x in (x for x in tensors if x.numel()):
+            base, size, item = x.untyped_storage().data_ptr(), x.untyped_storage().nbytes(), x.element_size()
+            if base not in spans:
                 data: Any = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(base))
-                spans[base] = Span(base, data, np.zeros(size, np.bool_), np.ones(size, np.bool_))
-            if tensor.numel():
-                item = tensor.element_size()
-                strides = [step * item for step in tensor.stride()] + [1]
-                first = spans[base].inside[tensor.data_ptr() - base :]
-                np.lib.stride_tricks.as_strided(first, (*tensor.shape, item), strides)[...] = True
+                spans[base] = Span(base, data, np.zeros(size, np.bool_), False)
+            first, strides = spans[base].inside[x.data_ptr() - base :], [step * item for step in x.stride()]
+            np.lib.stride_tricks.as_strided(first, (*x.shape, item), (*strides, 1))[...] = True
         self.spans = [spans[base] for base in sorted(spans)]
-        self.bases = np.array([span.base for span in self.spans], np.int64)
 
     def access(self, address: Numbers, width: int, who: Numbers, values: Bytes | None = None) -> Bytes:
         """Load or store like ``Span.access``, in the tensor that each address belongs to."""
-        number = np.searchsorted(self.bases, address, "right") - 1
-        if (number < 0).any():
-            raise Fault(f"outside: {width} bytes at {int(address.min()):#x}, before all tensors")
+        number = np.searchsorted([span.base for span in self.spans], address, "right") - 1
         result = np.zeros((len(address), width), np.uint8)
         for i in np.unique(number):
             mine = number == i
             part = None if values is None else values[mine]
-            result[mine] = self.spans[i].access(address[mine], width, who[mine], part)
+            result[mine] = self.spans[max(i, 0)].access(address[mine], width, who[mine], part)
         return result

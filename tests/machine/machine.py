@@ -8,12 +8,11 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from accesses import Fault, Memory, Span, scratch, stamp
 from numpy.typing import NDArray
-from torch import Tensor
-
-from accesses import Fault, Memory, Shared, Span, stamp
 from operations import DTYPES, OPERATIONS, Array, spelled
 from ptx import BYTES, Address, Instruction, Operand, Program
+from torch import Tensor
 
 WARP = 32
 MOST_STEPS = 1_000_000
@@ -28,19 +27,22 @@ executed: Counter[str] = Counter()
 
 Active = NDArray[np.bool_]
 STEPS: dict[str, Callable[[Block, Instruction, Active], None]] = {}
+"""What opcodes do that are more than a function of registers."""
 
 
 def step(patterns: str) -> Callable[[Any], Any]:
     """Register a method of Block as the one that executes opcodes."""
 
     def register(method: Any) -> Any:
-        STEPS.update({opcode: method for pattern in patterns.split() for opcode in spelled(pattern)})
+        STEPS.update(dict.fromkeys(spelled(patterns), method))
         return method
 
     return register
 
 
-def run(program: Program, grid: tuple[int, int, int], shared: int, parameters: Mapping[str, int], tensors: Iterable[Tensor]) -> None:
+def run(
+    program: Program, grid: tuple[int, int, int], shared: int, parameters: Mapping[str, int], tensors: Iterable[Tensor]
+) -> None:
     """Run all blocks of a launch.
 
     Args:
@@ -48,7 +50,7 @@ def run(program: Program, grid: tuple[int, int, int], shared: int, parameters: M
         grid: number of blocks in x, y and z.
         shared: bytes of shared memory per block.
         parameters: the bits of each parameter.
-        tensors: the tensors of the launch, all that it may access.
+        tensors: all that the launch may access.
     """
     memory = Memory([*tensors, *program.constants.values()])
     for z, y, x in product(*map(range, reversed(grid))):
@@ -56,28 +58,27 @@ def run(program: Program, grid: tuple[int, int, int], shared: int, parameters: M
 
 
 class Block:
-    """The threads of one block, with their registers and shared memory.
+    """The threads of one block, with their registers, which hold bits, and their shared and local memory.
 
-    A step executes the instruction with the lowest number that any thread has reached, for all threads that have reached
-    it, so that branches join again as early as possible. Registers hold bits; instructions say what they mean.
+    A step executes the instruction with the lowest number that any thread has reached, in all threads that have reached
+    it, so that branches join again as early as possible.
     """
 
     def __init__(
         self, program: Program, grid: tuple[int, ...], index: tuple[int, ...], shared: int,
         parameters: Mapping[str, int], memory: Memory,
     ) -> None:  # fmt: skip
-        self.program, self.parameters, self.memory = program, parameters, memory
+        self.program, self.parameters = program, parameters
         self.threads = np.arange(program.threads)
-        self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
-        self.epoch = 0
-        self.shared = Shared(shared)
-        self.local = Shared(program.local * program.threads)
-        self.carry = np.zeros(program.threads, np.uint64)
-        special = {f"%ctaid.{axis}": index[i] for i, axis in enumerate("xyz")}
-        special |= {f"%nctaid.{axis}": grid[i] for i, axis in enumerate("xyz")}
-        self.symbols = special | {"global_smem": 0, "__local_depot0": 0}
+        self.number, self.epoch = index[0] + grid[0] * (index[1] + grid[1] * index[2]), 0
+        spaces = {"global": memory, "shared": scratch(shared), "local": scratch(program.local * program.threads)}
+        self.spaces: dict[str, Span | Memory] = spaces
+        self.symbols = {"global_smem": 0, "__local_depot0": 0}
         self.symbols |= {name: table.data_ptr() for name, table in program.constants.items()}
+        self.symbols |= {f"%ctaid.{axis}": index[i] for i, axis in enumerate("xyz")}
+        self.symbols |= {f"%nctaid.{axis}": grid[i] for i, axis in enumerate("xyz")}
         self.registers: dict[str, Array] = {"%tid.x": self.threads.astype(np.uint32)}
+        self.carry = np.zeros(program.threads, np.uint64)
         self.at = np.zeros(program.threads, np.int64)
         self.waiting = np.zeros(program.threads, np.bool_)
 
@@ -91,42 +92,36 @@ class Block:
                 number = self.at[ready].min()
                 self._execute(code[number], ready & (self.at == number))
             elif live.any():
-                self._pass_barrier(live)
+                self._pass_barrier()
             else:
                 return
         raise Fault(f"{self.program.name} does not end")
 
-    def _execute(self, instruction: Instruction, here: Active) -> None:
-        active = here
-        if instruction.guard:
-            active = here & (self.value(instruction.guard, "pred") != instruction.negated)
+    def _execute(self, instruction: Instruction, active: Active) -> None:
         opcode = instruction.opcode
         executed[opcode] += 1
-        self.at[here] += 1
-        if not active.any():
-            return
+        self.at[active] += 1
+        if instruction.guard:
+            active = active & (self.value(instruction.guard, "pred") != instruction.negated)
         try:
-            with np.errstate(all="ignore"):
-                if opcode in STEPS:
-                    STEPS[opcode](self, instruction, active)
-                else:
-                    self._compute(instruction, active)
+            if not active.any():
+                pass
+            elif opcode in STEPS:
+                STEPS[opcode](self, instruction, active)
+            elif opcode in OPERATIONS:
+                target, *operands = instruction.operands
+                values = map(self.value, operands, OPERATIONS[opcode].operands)
+                with np.errstate(all="ignore"):
+                    self.write(target, OPERATIONS[opcode].compute(*values), active)
+            else:
+                raise Fault("unknown instruction")
         except Fault as fault:
-            place = f"`{instruction.text}` of {self.program.name}, block {self.number}"
-            raise Fault(f"{fault}, in {place}") from None
-
-    def _compute(self, instruction: Instruction, active: Active) -> None:
-        operation = OPERATIONS.get(instruction.opcode)
-        if operation is None:
-            raise Fault("unknown instruction")
-        target, *operands = instruction.operands
-        values = [self.value(x, kind) for x, kind in zip(operands, operation.operands, strict=True)]
-        self.write(target, operation.compute(*values), active)
+            raise Fault(f"{fault}, in `{instruction.text}` of {self.program.name}, block {self.number}") from None
 
     # Registers.
 
-    def _width(self, register: str) -> int:
-        return self.program.registers[register.rstrip("0123456789")]
+    def _width(self, name: str) -> int:
+        return self.program.registers[name.rstrip("0123456789")]
 
     def _register(self, name: str) -> Array:
         if name not in self.registers:
@@ -135,36 +130,29 @@ class Block:
             self.registers[name] = np.full(len(self.threads), garbage, BITS[width])
         return self.registers[name]
 
-    def value(self, operand: Operand, kind: str) -> Array:
-        """Return an operand as an array of a type, with one element per thread."""
-        assert isinstance(operand, str), operand
+    def value(self, operand: Any, kind: str) -> Array:
+        """Return a register, symbol or number as an array of a type, with one element per thread."""
         size = BYTES[kind]
-        if operand.startswith("%") and operand not in self.symbols:
+        if operand in self.symbols:
+            bits = np.full(len(self.threads), self.symbols[operand], BITS[size])
+        elif operand.startswith("%"):
             bits = self._register(operand)
             if bits.itemsize != size:
-                raise Fault(f"{operand} has {bits.itemsize} bytes, {kind} has {size}")
+                raise Fault(f"{operand} has {bits.itemsize} bytes, and {kind} has {size}")
         else:
-            bits = np.full(len(self.threads), self._number(operand) & (1 << 8 * size) - 1, BITS[size])
+            number = int(operand[2:], 16) if operand[:2] in ("0f", "0d") else int(operand.rstrip("U"), 0)
+            bits = np.full(len(self.threads), number & (1 << 8 * size) - 1, BITS[size])
         if kind == "bf16":
-            return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        values = bits.view(DTYPES[kind])
-        return values.reshape(len(bits), -1) if kind == "f32x2" else values
+            return (bits.astype(np.uint32) << 16).view(np.float32)
+        return bits.view(DTYPES[kind]).reshape(len(bits), 2) if kind == "f32x2" else bits.view(DTYPES[kind])
 
-    def _number(self, text: str) -> int:
-        if text in self.symbols:
-            return self.symbols[text]
-        return int(text[2:], 16) if text[:2] in ("0f", "0d") else int(text.rstrip("U"), 0)
-
-    def write(self, register: Operand, values: Array, active: Active) -> None:
+    def write(self, name: Any, values: Array, active: Active) -> None:
         """Write one value per thread to a register, in the active threads."""
-        assert isinstance(register, str), register
-        if register == "_":
-            return
-        target = self._register(register)
-        bits = np.ascontiguousarray(values).view(target.dtype).reshape(-1)
-        np.copyto(target, bits, where=active)
+        if name != "_":
+            target = self._register(name)
+            np.copyto(target, np.ascontiguousarray(values).view(target.dtype).reshape(-1), where=active)
 
-    @step("mov.{pred,b16,u16,b32,u32,b64,u64,f32}")
+    @step("mov.{pred,b16,u16,b32,u32,b64,u64}")
     def _move(self, instruction: Instruction, active: Active) -> None:
         """Copy a value, or pack registers into a wider one or split it; the first has the lowest bits."""
         target, source = instruction.operands
@@ -173,8 +161,7 @@ class Block:
             part = f"b{8 * BYTES[kind] // len(source)}"
             self.write(target, np.stack([self.value(x, part) for x in source], 1), active)
         elif isinstance(target, tuple):
-            whole = np.ascontiguousarray(self.value(source, kind))
-            parts = whole.view(BITS[BYTES[kind] // len(target)]).reshape(len(whole), -1)
+            parts = self.value(source, kind).view(BITS[BYTES[kind] // len(target)]).reshape(-1, len(target))
             for register, values in zip(target, parts.T, strict=True):
                 self.write(register, values, active)
         else:
@@ -186,21 +173,19 @@ class Block:
         target, *operands = instruction.operands
         a, b, c = (self.value(x, "u32").astype(np.uint64) for x in operands)
         if instruction.opcode == "mad.lo.cc.u32":
-            total = (a * b & np.uint64(0xFFFFFFFF)) + c
-            np.copyto(self.carry, total >> np.uint64(32), where=active)
+            total = (a * b & 0xFFFFFFFF) + c
+            np.copyto(self.carry, total >> 32, where=active)
         else:
-            total = (a * b >> np.uint64(32)) + c + self.carry
+            total = (a * b >> 32) + c + self.carry
         self.write(target, total.astype(np.uint32), active)
 
     # Control flow.
 
     @step("bra{,.uni}")
     def _branch(self, instruction: Instruction, active: Active) -> None:
-        (label,) = instruction.operands
-        assert isinstance(label, str), label
         if instruction.opcode == "bra.uni" and instruction.guard:
             raise Fault("unknown branch")
-        self.at[active] = self.program.labels[label]
+        self.at[active] = self.program.labels[str(instruction.operands[0])]
 
     @step("ret")
     def _return(self, instruction: Instruction, active: Active) -> None:
@@ -212,9 +197,9 @@ class Block:
             raise Fault("unknown barrier")
         self.waiting |= active
 
-    def _pass_barrier(self, live: Active) -> None:
-        if (self.at[live] != self.at[live][0]).any() or not live.all():
-            raise Fault(f"{self.program.name}: threads of block {self.number} wait at different barriers, or have ended")
+    def _pass_barrier(self) -> None:
+        if (self.at != self.at[0]).any():
+            raise Fault(f"threads of {self.program.name} wait at different barriers, or have ended")
         self.waiting[:] = False
         self.epoch += 1
 
@@ -225,111 +210,96 @@ class Block:
     def _whole_warps(self, active: Active, members: Operand = "-1") -> Array:
         """Return the threads of each active warp; raise Fault if a part of a warp is active or a member."""
         warps = active.reshape(-1, WARP)
-        if (warps.any(1) & ~warps.all(1)).any() or (self.value(members, "s32")[active] != -1).any():
+        if (warps.any(1) != warps.all(1)).any() or (self.value(members, "s32")[active] != -1).any():
             raise Fault("executed by a part of a warp")
         return self.threads.reshape(-1, WARP)[warps.all(1)]
 
     # Memory.
 
-    @step("ld.param.{b32,b64,f32,s32,u64,u32}")
+    @step("ld.param.{b32,b64,s32}")
     def _load_parameter(self, instruction: Instruction, active: Active) -> None:
         target, source = instruction.operands
-        assert isinstance(source, Address), source
         kind = instruction.opcode.rpartition(".")[2]
-        if source.offset or BYTES[kind] != self.program.parameters[source.base]:
+        if not isinstance(source, Address) or source.offset or BYTES[kind] != self.program.parameters[source.base]:
             raise Fault("unknown access to a parameter")
-        value = np.full(len(self.threads), self.parameters[source.base], BITS[BYTES[kind]])
-        self._write_loaded(target, value, kind, active)
+        bits = np.full(len(self.threads), self.parameters[source.base], BITS[BYTES[kind]])
+        self._write_loaded(target, bits.view(DTYPES[kind]), active)
 
-    def _write_loaded(self, register: Operand, bits: Array, kind: str, active: Active) -> None:
-        """Write loaded values, extended to the width of the register by their sign if they have one."""
-        width = self._width(str(register))
-        wide = bits.view(DTYPES[kind]).astype(np.dtype(f"{'i' if kind[0] == 's' else 'u'}{width}"))
-        self.write(register, bits if bits.itemsize == width else wide, active)
+    def _write_loaded(self, register: Any, values: Array, active: Active) -> None:
+        """Write loaded numbers, extended to the width of the register."""
+        self.write(register, values.astype(np.dtype(f"{values.dtype.kind}{self._width(register)}")), active)
 
-    @step("{ld,st}.{global,shared}{,.v2,.v4}.{b8,b16,b32,b64} {ld,st}.local.b32 ld.global.nc.b32")
+    @step(
+        "{ld,st}.global{,.v2,.v4}.{b16,b32,b64} {ld,st}.shared{,.v2,.v4}.{b8,b16,b32,b64}"
+        " {ld,st}.local.b32 ld.global.nc.b32"
+    )
     def _access(self, instruction: Instruction, active: Active) -> None:
-        name, space, *_, kind = instruction.opcode.split(".")
+        """Load or store one register, or two or four at once as a vector that must be aligned to its width."""
+        name, space, *vector, kind = instruction.opcode.split(".")
         address, data = instruction.operands if name == "st" else reversed(instruction.operands)
-        registers = data if isinstance(data, tuple) else (data,)
-        many = int(instruction.opcode.split(".v")[1][0]) if ".v" in instruction.opcode else 1
-        if len(registers) != many:
-            raise Fault("the vector has another number of registers")
-        size, mine = BYTES[kind], np.flatnonzero(active)
+        registers, mine = data if isinstance(data, tuple) else (data,), np.flatnonzero(active)
+        if len(registers) != {"v2": 2, "v4": 4}.get("".join(vector), 1):
+            raise Fault("unknown vector")
         values = None
-        if name == "st":
-            columns = np.stack([self._stored(x, kind) for x in registers], 1)[mine]
-            values = columns.view(np.uint8).reshape(len(mine), -1)
-        got = self._bytes(space, self._addresses(address, space)[mine], size * many, mine, values)
+        if name == "st":  # the low bits of a register, which may be wider
+            columns = [self.value(x, f"b{8 * self._width(str(x))}") for x in registers]
+            values = np.stack(columns, 1).astype(DTYPES[kind])[mine].view(np.uint8)
+        width = BYTES[kind] * len(registers)
+        loaded = self._bytes(space, self._addresses(address, space)[mine], width, mine, values)
         if name == "ld":
-            for register, column in zip(registers, got.view(BITS[size]).T, strict=True):
-                whole = np.zeros(len(self.threads), BITS[size])
+            for register, column in zip(registers, loaded.view(DTYPES[kind]).T, strict=True):
+                whole = np.zeros(len(self.threads), DTYPES[kind])
                 whole[mine] = column
-                self._write_loaded(register, whole, kind, active)
+                self._write_loaded(register, whole, active)
 
-    def _stored(self, operand: str, kind: str) -> Array:
-        """Return a value to store, the low bits of a register that may be wider."""
-        width = self._width(operand) if operand.startswith("%") else BYTES[kind]
-        return self.value(operand, f"b{8 * width}").astype(BITS[BYTES[kind]])
-
-    def _addresses(self, operand: Operand, space: str) -> NDArray[np.int64]:
-        assert isinstance(operand, Address), operand
-        wide = space == "global" or operand.base.startswith("%") and self._width(operand.base) == 8
-        return self.value(operand.base, "b64" if wide else "b32").astype(np.int64) + operand.offset
+    def _addresses(self, operand: Any, space: str) -> NDArray[np.int64]:
+        return self.value(operand.base, "b64" if space == "global" else "b32").astype(np.int64) + operand.offset
 
     def _bytes(self, space: str, address: Array, width: int, threads: Array, values: Array | None = None) -> Array:
         """Load or store ``width`` bytes per thread in a space."""
-        who = stamp(self.number, self.epoch, threads // WARP)
         if space == "local":
             if (address + width > self.program.local).any():
                 raise Fault("outside: beyond the local memory of a thread")
             address = address + threads * self.program.local
-        memory: dict[str, Span | Memory] = {"shared": self.shared, "local": self.local, "global": self.memory}
-        return memory[space].access(address, width, who, values)
+        return self.spaces[space].access(address, width, stamp(self.number, self.epoch, threads // WARP), values)
 
-    @step("{ld,st}matrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared.b16")
+    @step(
+        "stmatrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared.b16 ldmatrix.sync.aligned.m8n8{.x1,.x2,.x4}.shared.b16"
+    )
     def _matrices(self, instruction: Instruction, active: Active) -> None:
         """Load or store 8 × 8 matrices of 16 bits.
 
         Threads 8·m to 8·m + 7 of a warp give the addresses of the rows of matrix m. Thread t holds the elements
         (t div 4, 2·(t mod 4)) and the one on its right; of a transposed matrix, the elements at the mirrored places.
         """
-        storing, transposed = instruction.opcode.startswith("st"), ".trans" in instruction.opcode
+        storing = instruction.opcode.startswith("st")
         address, registers = instruction.operands if storing else reversed(instruction.operands)
-        assert isinstance(registers, tuple), registers
         starts = self._addresses(address, "shared")
-        if (starts[active] % 16).any():
-            raise Fault("misaligned: a row of 16 bytes")
-        for threads in self._whole_warps(active):
-            row, column = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
-            for matrix, register in enumerate(registers):
-                starts_of_rows = starts[threads[8 * matrix : 8 * matrix + 8]]
-                bits = self.value(register, "b32")[threads] if storing else np.zeros(WARP, np.uint32)
-                for half in range(2):
-                    place = (column + half, row) if transposed else (row, column + half)
-                    address_of_half = starts_of_rows[place[0]] + 2 * place[1]
-                    shift = np.uint32(16 * half)
-                    part = (bits >> shift).astype(np.uint16).view(np.uint8).reshape(WARP, 2) if storing else None
-                    got = self._bytes("shared", address_of_half, 2, threads, part)
-                    if not storing:
-                        bits |= got.view(np.uint16)[:, 0].astype(np.uint32) << shift
-                if not storing:
-                    whole, mine = np.zeros(len(self.threads), np.uint32), np.zeros(len(self.threads), np.bool_)
-                    whole[threads], mine[threads] = bits, True
-                    self.write(register, whole, mine)
+        row, column = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
+        for threads, (matrix, register) in product(self._whole_warps(active), enumerate(registers)):
+            if (starts[threads] % 16).any():
+                raise Fault("misaligned: a row of 16 bytes")
+            halves, rows = np.zeros((len(self.threads), 2), np.uint16), starts[threads[8 * matrix :][:8]]
+            if storing:
+                halves[:] = self.value(register, "b32").view(np.uint16).reshape(-1, 2)
+            for half in range(2):
+                r, c = (column + half, row) if ".trans" in instruction.opcode else (row, column + half)
+                part = np.ascontiguousarray(halves[threads, half])[:, None].view(np.uint8) if storing else None
+                halves[threads, half] = self._bytes("shared", rows[r] + 2 * c, 2, threads, part).view(np.uint16)[:, 0]
+            if not storing:
+                self.write(register, halves, np.isin(self.threads, threads))
 
     # Exchange within a warp.
 
     @step("shfl.sync.{bfly,idx}.b32")
     def _shuffle(self, instruction: Instruction, active: Active) -> None:
-        target, source, lane, clamp, members = instruction.operands
+        target, source, number, clamp, members = instruction.operands
         if clamp != "31":
             raise Fault("unknown shuffle")
         self._whole_warps(active, members)
-        given = self.value(lane, "b32").astype(np.int64) & WARP - 1
-        first = self.threads // WARP * WARP
+        given = self.value(number, "b32") % WARP
         lanes = given if ".idx" in instruction.opcode else self.threads % WARP ^ given
-        self.write(target, self.value(source, "b32")[first + lanes], active)
+        self.write(target, self.value(source, "b32")[self.threads // WARP * WARP + lanes], active)
 
     @step("redux.sync.add.s32")
     def _sum_of_warp(self, instruction: Instruction, active: Active) -> None:

@@ -1,23 +1,19 @@
-"""Read a kernel in PTX, the assembly that Triton's compiler hands to ptxas, as its parameters and instructions."""
+"""Read a kernel in PTX, the assembly that Triton's compiler hands to ptxas: its parameters and instructions."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BYTES = {
-    "pred": 1, "b8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4,
-    "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8,
-}  # fmt: skip
+BYTES = {"pred": 1, "bf16": 2, "f32x2": 8} | {f"{kind}{8 * n}": n for kind in "busf" for n in (1, 2, 4, 8)}
 """Bytes of a value of each type."""
 
 
 class Address(NamedTuple):
-    """An operand in brackets: a register or a symbol, and a number of bytes to add."""
+    """An operand in brackets: a register or symbol, and the number of bytes to add."""
 
     base: str
     offset: int
@@ -27,38 +23,36 @@ Operand = str | tuple[str, ...] | Address
 """A register, symbol or number; registers in braces; or an address."""
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction.
+class Instruction(NamedTuple):
+    """An instruction.
 
     Args:
-        text: the instruction as it is written, for messages.
-        opcode: its name with all modifiers, such as "ld.global.v4.b32".
-        operands: its operands, the destination first.
-        guard: the predicate register without which a thread skips the instruction; "" if there is none.
-        negated: whether threads skip the instruction with the predicate instead.
+        text: as written, for messages.
+        opcode: the name with all modifiers, such as "ld.global.v4.b32".
+        operands: the destination and the sources, or an address and what is stored there.
+        guard: the predicate of the threads that execute it; "" if all do.
+        negated: whether the others execute it instead.
     """
 
     text: str
     opcode: str
     operands: tuple[Operand, ...]
-    guard: str = ""
-    negated: bool = False
+    guard: str
+    negated: bool
 
 
-@dataclass(frozen=True)
-class Program:
-    """The kernel of a module.
+class Program(NamedTuple):
+    """A kernel.
 
     Args:
         name: its name.
-        parameters: the bytes of each parameter by name, in order.
-        threads: threads per block that the kernel requires.
-        registers: bytes of the registers of each prefix, such as "%rd".
-        local: bytes of local memory of each thread.
+        parameters: bytes of each parameter, by name and in order.
+        threads: threads per block.
+        registers: bytes of the registers with each prefix, such as "%rd".
+        local: bytes of local memory per thread.
         constants: tables of 32-bit numbers in global memory.
         code: the instructions.
-        labels: the number of the instruction that follows each label.
+        labels: the number of the instruction after each label.
     """
 
     name: str
@@ -72,18 +66,20 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Parse the only kernel of a module."""
+    """Parse a module with one kernel."""
     text = re.sub(r"//.*", "", text)
     (entry,) = re.finditer(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\n\{\n(.*?)\n\}", text, re.DOTALL)
     name, declared, directives, body = entry.groups()
-    parameters = {name: BYTES[kind] for kind, name in re.findall(r"\.param\s+\.(\w+).*?(\w+)\s*(?:,|$)", declared, re.M)}
+    parameters = {
+        name: BYTES[kind] for kind, name in re.findall(r"\.param\s+\.(\w+).*?(\w+)\s*(?:,|$)", declared, re.M)
+    }
     (threads,) = re.findall(r"\.reqntid\s+(\d+)", directives)
     registers = {prefix: BYTES[kind] for kind, prefix in re.findall(r"\.reg\s+\.(\w+)\s+(%[a-zA-Z]+)", body)}
     local = sum(map(int, re.findall(r"\.local\b.*?\[(\d+)\]", body)))
-    body = re.sub(r"^\s*(?:\.loc\b.*|[{}])$", "", body, flags=re.MULTILINE)
-    body = re.sub(r"^\s*\.(?:reg|local|pragma)\b.*?;", "", body, flags=re.MULTILINE)
     tables = re.findall(r"\.global\b.*?\.b32 (\w+)\[\d+\] = \{(.*?)\}", text)
     constants = {name: torch.tensor([*map(int, numbers.split(","))]).to(torch.uint32) for name, numbers in tables}
+    # What remains are instructions and labels, without directives and without the braces of scopes.
+    body = re.sub(r"^\s*(?:\.loc\b.*|\.(?:reg|local|pragma)\b.*;|[{}])$", "", body, flags=re.MULTILINE)
     code, labels = [], {}
     for statement in re.findall(r"\$\w+:|[^;:]+;", body):
         if statement.endswith(":"):
@@ -99,9 +95,9 @@ def instruction(statement: str) -> Instruction:
     parts = re.fullmatch(r"(?:@(!?)(%\w+) )?([a-z][\w.]*) ?(.*);", text)
     if parts is None:
         raise ValueError(f"cannot read `{text}`")
-    negated, guard, opcode, operands = parts.groups()
-    pieces = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", operands)
-    return Instruction(text, opcode, tuple(map(_operand, pieces)), guard or "", negated == "!")
+    negated, guard, opcode, rest = parts.groups()
+    operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
+    return Instruction(text, opcode, tuple(map(_operand, operands)), guard or "", negated == "!")
 
 
 def _operand(text: str) -> Operand:

@@ -1,4 +1,7 @@
-"""A GPU that is not there: Triton compiles and launches kernels as on one, and the launches run on the machine."""
+"""A GPU that is not there: Triton compiles and launches kernels as on one, and the launches run on the machine.
+
+Import it where TRITON_INTERPRET is not set; ``use`` then sets it, since calls with tensors on the CPU check it.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,28 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import machine
+import ptx
 import triton
 from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-import machine
-import mmpos.rotary.kernel  # noqa: F401  (compiled if TRITON_INTERPRET is not set now)
-import ptx
-
-ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "sm_120": 120}
+import mmpos.rotary.kernel  # noqa: F401  (compiled, not interpreted)
 
 
 class Configuration(ctypes.Structure):
     """The first fields of CUlaunchConfig."""
 
-    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint)]
-
-
-LAUNCHED = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.POINTER(Configuration), ctypes.POINTER(ctypes.c_void_p)
-)  # fmt: skip
+    _fields_ = (("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint))
 
 
 class Launch(NamedTuple):
-    """What Triton's launcher passed to the library.
-
-    Args:
-        program: the kernel.
-        grid: number of blocks in x, y and z.
-        shared: bytes of shared memory per block.
-        parameters: the bits of each parameter.
-    """
+    """A kernel and what Triton's launcher passed to the library: see ``machine.run``."""
 
     program: ptx.Program
     grid: tuple[int, int, int]
@@ -50,26 +39,24 @@ class Launch(NamedTuple):
 
 
 launches: list[Launch] = []
-"""Launches of this process."""
-
-_programs: dict[int, ptx.Program] = {}
-"""The kernels that have been loaded, by the handle of their function."""
+programs: dict[int, ptx.Program] = {}
+"""The launches of this process, and the kernels that it has loaded by the handles of their functions."""
 
 
 def _loaded(module: Any, function: Any, name: str, files: dict[str, str], key: str) -> None:
-    _programs[function] = ptx.parse(Path(files[f"{name}.ptx"]).read_text())
+    programs[function] = ptx.parse(Path(files[f"{name}.ptx"]).read_text())
 
 
-@LAUNCHED
-def _launched(function: int, configuration: Any, parameters: Any) -> None:
-    program, config = _programs[function], configuration.contents
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(Configuration), ctypes.POINTER(ctypes.c_void_p))
+def _launched(function: int, config: Any, parameters: Any) -> None:
+    program, config = programs[function], config.contents
     assert tuple(config.block) == (program.threads, 1, 1), tuple(config.block)
     sizes = enumerate(program.parameters.items())
     values = {name: int.from_bytes(ctypes.string_at(parameters[i], size), "little") for i, (name, size) in sizes}
     launches.append(Launch(program, tuple(config.grid), config.shared, values))
 
 
-def tensors_in(arguments: Any) -> Iterator[Tensor]:
+def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
     """Yield all tensors in nested tuples."""
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -79,10 +66,10 @@ def tensors_in(arguments: Any) -> Iterator[Tensor]:
 
 
 class Launcher(nvidia.CudaLauncher):  # type: ignore[misc]
-    """Triton's launcher, which then runs what it passed to the library."""
+    """Triton's launcher; what it has passed to the library then runs over the tensors among its arguments."""
 
     def __call__(self, *arguments: Any) -> None:
-        """Launch, and run the blocks over the tensors among the arguments."""
+        """Launch a kernel."""
         before = len(launches)
         super().__call__(*arguments)
         for launch in launches[before:]:
@@ -90,7 +77,7 @@ class Launcher(nvidia.CudaLauncher):  # type: ignore[misc]
 
 
 class Driver(nvidia.CudaDriver):  # type: ignore[misc]
-    """Triton's driver of a device whose number is 10 times its compute capability."""
+    """Triton's driver for one device."""
 
     def __init__(self, device: int) -> None:
         super().__init__()
@@ -100,25 +87,17 @@ class Driver(nvidia.CudaDriver):  # type: ignore[misc]
         self.get_current_stream = lambda device: 0
 
 
-def build(folder: Path) -> Any:
-    """Build the stand-in for libcuda in a folder, and load it so that Triton's driver finds it by its name."""
-    path = folder / "libcuda.so.1"
-    include = Path(triton.__file__).parent / "backends/nvidia/include"
-    options = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    source = Path(__file__).with_name("libcuda.c")
-    subprocess.run([os.environ.get("CC", "cc"), *options, f"-I{include}", source, "-o", path], check=True)
-    return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-
-
-def use(architecture: str, folder: Path) -> None:
-    """Make Triton compile and launch kernels for a GPU of an architecture, with the stand-in built in a folder."""
-    if not (folder / "libcuda.so.1").exists():
-        library = build(folder)
-        library.on_launch(_launched)
-        os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-        triton.knobs.runtime.kernel_load_end_hook.add(_loaded)
+def use(architecture: str, folder: Path) -> Any:
+    """Make Triton compile and launch kernels for an architecture such as "sm_90", with a stand-in built in a folder."""
+    path, include = folder / "libcuda.so.1", Path(triton.__file__).parent / "backends/nvidia/include"
+    options = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{include}"]
+    subprocess.run(["cc", *options, Path(__file__).with_name("libcuda.c"), "-o", path], check=True)
+    library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    library.on_launch(_launched)
+    triton.knobs.runtime.kernel_load_end_hook.add(_loaded)
+    os.environ |= {"TRITON_LIBCUDA_PATH": str(folder), "TRITON_INTERPRET": "1"}
     flags = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_LAZY)  # the stand-in has only the functions that launches call
-    driver.set_active(Driver(ARCHITECTURES[architecture]))
+    driver.set_active(Driver(int(architecture.removeprefix("sm_"))))
     sys.setdlopenflags(flags)
-    os.environ["TRITON_INTERPRET"] = "1"  # calls with tensors on the CPU check it
+    return library

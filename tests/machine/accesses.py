@@ -14,7 +14,7 @@ Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
 
-class Fault(Exception):
+class Fault(Exception):  # noqa: N818  (the word of debuggers)
     """What a GPU would refuse, what is undefined, or what this machine does not know."""
 
 
@@ -79,7 +79,7 @@ class Span:
         self.data[where] = values
         self.writers[where] = stamps
         self.known[where] = True
-        if (self.data[where] != values).any() or not self.shared and (self.writers[where] != stamps).any():
+        if (self.data[where] != values).any() or (not self.shared and (self.writers[where] != stamps).any()):
             raise Fault("race: threads write to one address at once")
         return values
 

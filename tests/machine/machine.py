@@ -242,7 +242,7 @@ class Block:
             raise Fault("unknown vector")
         values = None
         if name == "st":  # the low bits of a register, which may be wider
-            columns = [self.value(x, f"b{8 * self._width(str(x))}") for x in registers]
+            columns = [self.value(x, f"b{8 * self._width(x)}" if x[0] == "%" else kind) for x in registers]
             values = np.stack(columns, 1).astype(DTYPES[kind])[mine].view(np.uint8)
         width = BYTES[kind] * len(registers)
         loaded = self._bytes(space, self._addresses(address, space)[mine], width, mine, values)

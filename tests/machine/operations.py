@@ -131,7 +131,7 @@ define("selp.{b16,b32,b64,f32}", "T T pred -> T", lambda a, b, first: np.where(f
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """Compute a·b + c in float32: exactly but for one rounding to odd in float64, which rounding again does not show."""
+    """Compute a·b + c in float32: exactly but for one rounding to odd in float64, which a second rounding ignores."""
     exact, addend = a.astype(float64) * b, c.astype(float64)
     total = exact + addend
     part = total - exact

@@ -120,7 +120,7 @@ def shifted(address: Operand) -> Operand:
 
 def planted() -> dict[str, list[str]]:
     """Plant faults in a compiled kernel, one at a time; return what was wrong for each, or "" if nothing was."""
-    launch = Launch("backward", norm="qk", tokens=19, layer="heads of 64", turning="sections")
+    launch = Launch("backward", norm="qk", tokens=43, layer="heads of 64", dtype=F32, turning="sections")
     if failed := wrong(launch, 0, True):
         raise ValueError(failed)
     (handle,) = (handle for handle, program in standin.programs.items() if program.name == "backward_kernel")

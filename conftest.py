@@ -54,9 +54,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# Not collected: a plugin for separate runs, and modules that import other projects, which takes seconds and may fail.
+# Not collected: a plugin and modules for separate runs, and modules that import other projects, which takes seconds and
+# may fail.
 collect_ignore = [
     "tests/helpers/native_choice.py",
+    "tests/machine/sample.py",
+    "tests/machine/standin.py",
     "benchmarks/mmpos_bench/peers",
     "contrib/vllm/mmpos_vllm/models.py",
 ]

@@ -71,8 +71,8 @@ class Block:
         self.program, self.parameters = program, parameters
         self.threads = np.arange(program.threads)
         self.number, self.epoch = index[0] + grid[0] * (index[1] + grid[1] * index[2]), 0
-        spaces = {"global": memory, "shared": scratch(shared), "local": scratch(program.local * program.threads)}
-        self.spaces: dict[str, Span | Memory] = spaces
+        self.spaces: dict[str, Span | Memory] = {"global": memory, "shared": scratch(shared)}
+        self.spaces["local"] = scratch(program.local * program.threads)
         self.symbols = {"global_smem": 0, "__local_depot0": 0}
         self.symbols |= {name: table.data_ptr() for name, table in program.constants.items()}
         self.symbols |= {f"%ctaid.{axis}": index[i] for i, axis in enumerate("xyz")}
@@ -237,7 +237,8 @@ class Block:
         """Load or store one register, or two or four at once as a vector that must be aligned to its width."""
         name, space, *vector, kind = instruction.opcode.split(".")
         address, data = instruction.operands if name == "st" else reversed(instruction.operands)
-        registers, mine = data if isinstance(data, tuple) else (data,), np.flatnonzero(active)
+        registers: Any = data if isinstance(data, tuple) else (data,)
+        mine = np.flatnonzero(active)
         if len(registers) != {"v2": 2, "v4": 4}.get("".join(vector), 1):
             raise Fault("unknown vector")
         values = None
@@ -248,7 +249,7 @@ class Block:
         loaded = self._bytes(space, self._addresses(address, space)[mine], width, mine, values)
         if name == "ld":
             for register, column in zip(registers, loaded.view(DTYPES[kind]).T, strict=True):
-                whole = np.zeros(len(self.threads), DTYPES[kind])
+                whole: Array = np.zeros(len(self.threads), DTYPES[kind])
                 whole[mine] = column
                 self._write_loaded(register, whole, active)
 

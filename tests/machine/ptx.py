@@ -80,7 +80,7 @@ def parse(text: str) -> Program:
     constants = {name: torch.tensor([*map(int, numbers.split(","))]).to(torch.uint32) for name, numbers in tables}
     # What remains are instructions and labels, without directives and without the braces of scopes.
     body = re.sub(r"^\s*(?:\.loc\b.*|\.(?:reg|local|pragma)\b.*;|[{}])$", "", body, flags=re.MULTILINE)
-    code, labels = [], {}
+    code, labels = list[Instruction](), dict[str, int]()
     for statement in re.findall(r"\$\w+:|[^;:]+;", body):
         if statement.endswith(":"):
             labels[statement[:-1]] = len(code)

@@ -1,8 +1,8 @@
 """Run launches on the machine as a GPU of one architecture, and print how many and what went wrong as JSON.
 
-test_launches.py runs it in a process without the interpreter: ``python sample.py sm_90 0 57`` runs 57 launches, drawn
-with seed 0 from all combinations below, every kind equally often; 0 launches means one for each kernel. Without numbers
-it plants faults in a kernel instead, and prints how each was found.
+test_machine_launches.py runs it in a process without the interpreter: ``python sample.py sm_90 0 57`` runs 57 launches, drawn
+with seed 0 from all combinations below, every kind equally often; 0 launches means one for each kernel. Without
+numbers, it plants faults in a kernel, and prints how each was found.
 """
 
 from __future__ import annotations

@@ -47,13 +47,17 @@ def _loaded(module: Any, function: Any, name: str, files: dict[str, str], key: s
     programs[function] = ptx.parse(Path(files[f"{name}.ptx"]).read_text())
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(Configuration), ctypes.POINTER(ctypes.c_void_p))
 def _launched(function: int, config: Any, parameters: Any) -> None:
     program, config = programs[function], config.contents
     assert tuple(config.block) == (program.threads, 1, 1), tuple(config.block)
     sizes = enumerate(program.parameters.items())
     values = {name: int.from_bytes(ctypes.string_at(parameters[i], size), "little") for i, (name, size) in sizes}
     launches.append(Launch(program, tuple(config.grid), config.shared, values))
+
+
+_LAUNCHED = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(Configuration), ctypes.POINTER(ctypes.c_void_p))(
+    _launched
+)
 
 
 def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
@@ -93,7 +97,7 @@ def use(architecture: str, folder: Path) -> Any:
     options = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{include}"]
     subprocess.run(["cc", *options, Path(__file__).with_name("libcuda.c"), "-o", path], check=True)
     library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-    library.on_launch(_launched)
+    library.on_launch(_LAUNCHED)
     triton.knobs.runtime.kernel_load_end_hook.add(_loaded)
     os.environ |= {"TRITON_LIBCUDA_PATH": str(folder), "TRITON_INTERPRET": "1"}
     flags = sys.getdlopenflags()

@@ -111,7 +111,7 @@ COMPUTED: list[tuple[str, tuple[Any, ...], Any]] = [
 ]  # fmt: skip
 """Opcodes, operands and results: numbers of their types, or bits of types "b"."""
 
-FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
+FLOATS: dict[str, Any] = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 
 
 def bits(value: Any, kind: str) -> int:

@@ -36,6 +36,11 @@ EXACT = 2e-7
 """Error of cos and sin of exact angles, at every id, as docs/transformers.md promises."""
 
 
+def truncation(way: str, dtype: torch.dtype) -> int:
+    """Return the error of an implementation in units in the last place, if the interpreter truncates to its dtype."""
+    return int(INTERPRETED and way == "triton" and dtype == torch.bfloat16)
+
+
 def unit(dtype: Any) -> float:
     """Return the unit roundoff: half the distance from 1 to the next number."""
     return float((torch if isinstance(dtype, torch.dtype) else np).finfo(dtype).eps) / 2

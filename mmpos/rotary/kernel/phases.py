@@ -172,18 +172,14 @@ def _cos_sin_of_cache(cache, whole, valid, CHANNELS: tl.constexpr, ANGLES: tl.co
 
 @triton.jit
 def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the words of the frequencies, or float32 as in Transformers three times.
-
-    Call this before the segment search, whose loads depend on each other.
-    """
+    """Load the words of the frequencies; call this before the segment search, whose loads depend on each other."""
     pair = columns_of(BLOCK, CHANNELS.pairs_padded, CHANNELS)
     real = pair < CHANNELS.pairs
     if ANGLES.own_frequencies:
         frequencies += _group_of_program(ANGLES) * CHANNELS.pairs * (1 if ANGLES.as_hf else 3)
     if ANGLES.as_hf:
         hi = tl.load(frequencies + pair, mask=real, other=0.0)
-        lo = hi
-        rounds = hi
+        lo, rounds = hi, hi
     else:
         hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)
         lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
@@ -226,11 +222,7 @@ def angles_of(
 @triton.jit
 def cos_sin_of(angles, AS_HF: tl.constexpr):
     """Compute float32 cos and sin of the angles that ``angles_of`` returns."""
-    if AS_HF:
-        cos, sin = tl.cos(angles), tl.sin(angles)
-    else:
-        cos, sin = _cos_sin_of_turns(angles)
-    return cos, sin
+    return (tl.cos(angles), tl.sin(angles)) if AS_HF else _cos_sin_of_turns(angles)
 
 
 @triton.jit

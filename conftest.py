@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
@@ -29,8 +30,16 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """At exit, unfreeze the objects frozen by pytest_collection so that modules can release their objects."""
+    """Choose where kernels run; at exit, unfreeze what pytest_collection froze so that modules can release it."""
     config.add_cleanup(gc.unfreeze)
+    if architecture := config.getoption("kernels"):
+        sys.path.insert(0, str(Path(__file__).parent / "tests/machine"))
+        os.environ.pop("TRITON_INTERPRET", None)  # as triton and the kernels are imported
+        import standin
+
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        standin.use("sm_90" if architecture == "machine" else architecture, Path(folder.name))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,9 +54,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# Not collected: a plugin for separate runs, and modules that import other projects, which takes seconds and may fail.
+# Not collected: a plugin and modules for separate runs, and modules that import other projects, which takes seconds and
+# may fail.
 collect_ignore = [
     "tests/helpers/native_choice.py",
+    "tests/machine/sample.py",
+    "tests/machine/standin.py",
     "benchmarks/mmpos_bench/peers",
     "contrib/vllm/mmpos_vllm/models.py",
 ]
@@ -59,6 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutations", type=int, default=10_000, help="Number of broken messages to send to the service.")
     parser.addoption(
         "--batches", type=int, default=150, help="Number of random batches for the get_rope_index of a model type."
+    )
+    parser.addoption(
+        "--kernels", help="Run kernels without a GPU on the machine of tests/machine, as sm_90 if it is 'machine'."
     )
     parser.addoption("--one-of-each", action="store_true", help="Run one test of each function and kind of launch.")
     parser.addoption("--one-in", type=int, default=16, help="Test one in N variants of the configs of a model type.")

@@ -17,11 +17,12 @@ import torch
 from mpmath import mp
 from rotary_oracle import by_kv_head, frequencies, pair_axes
 from store_oracle import CACHES, FILL, Held, bits, filled
-from tolerance import ARITHMETIC, gamma, unit
+from tolerance import ARITHMETIC, INTERPRETED, gamma, unit
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, rerotate, rotate_and_store
+from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rerotate, rotate_and_store
+from mmpos.rotary.device import constants
 from mmpos.support.cached import cached_property
 
 GPU = torch.cuda.is_available()
@@ -48,7 +49,7 @@ LAYERS: Mapping[str, tuple[int, int, int]] = {
     "72B": (64, 8, 128) if GPU else (4, 1, 16),
     "vision": (16, 16, 80) if GPU else (2, 2, 12),
     "FLUX": (24, 24, 128) if GPU else (2, 2, 16),
-    **{f"heads of {dim}": (2, 1, dim) for dim in (2, 6, 20, 64, 96, 256)},
+    **{f"heads of {dim}": (2, 1, dim) for dim in (2, 6, 16, 20, 64, 80, 96, 128, 256)},
 }
 """The numbers of q heads, k heads, and channels per head."""
 
@@ -76,6 +77,7 @@ TURNINGS: Mapping[str, Turning] = {
         lambda dim: {"allocation": "sections", "mrope_section": [dim // 8, 3 * dim // 16, 3 * dim // 16]}, "mrope"
     ),
     "one axis": Turning(lambda dim: {"axes": 1}, "flatten"),
+    "as Transformers": Turning(lambda dim: {"precision": "hf"}),
     "YaRN": Turning(lambda dim: {"scaling": YaRN(4.0, 32768)}),
     "theta": Turning(lambda dim: {"theta": 1e6}),
     "unrotated frames": Turning(lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}, "mrope"),
@@ -258,7 +260,9 @@ CACHED = [
     *launches("cached", layer="heads of 96", dtype=F32, form=["int32", "host"]),
 ]
 
-LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *REROTATE, *CACHED]))
+DENSE = [*launches("dense", tokens=[1, FEW, SOME, MANY], form=["table", "capacity", "fractions"])]
+
+LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *REROTATE, *CACHED, *DENSE]))
 if not GPU:
     LAUNCHES += [replace(launch, way=way) for launch in LAUNCHES if launch.norm for way in ("reference", "auto")]
 
@@ -301,6 +305,9 @@ def angles(ids: Tensor, rotary: Rotary) -> Tensor:
 
     With head_axes the shape is (tokens, kv_heads, pairs).
     """
+    if rotary.precision == "hf":
+        inv_freq, axis = constants(rotary, DEVICE)
+        return (ids.float()[axis].T * inv_freq).double()
     if rotary.head_axes is not None:
         return torch.stack([angles(ids, of_head) for of_head in by_kv_head(rotary)], 1)
     words, rad, axis = turns(rotary)
@@ -322,7 +329,7 @@ class Scene:
         self.ids = self.positions.double() if isinstance(self.positions, Tensor) else _dense(self.table).double()
         q_heads, k_heads, dim = LAYERS[launch.layer]
         self.rotary = Rotary(dim, **{"axes": self.table.axes, **turning.options(dim)})
-        self.seed = seed
+        self.seed, self.results = seed, list[Tensor]()
         shapes = (q_heads, dim), (k_heads, dim), (k_heads, launch.value_dim or dim)
         tensors = [normal(self.launch.tokens, *s, seed=seed + i, dtype=launch.dtype) for i, s in enumerate(shapes)]
         if launch.strides == "fused":
@@ -376,7 +383,7 @@ class Scene:
     def bound(self) -> float:
         """Error bound relative to the length of a pair: arithmetic, and one rounding of each channel."""
         dtype = self.launch.dtype
-        rounding = unit(dtype) * (2 if dtype == BF16 and not GPU else 1)  # the interpreter truncates bfloat16
+        rounding = unit(dtype) * (2 if dtype == BF16 and INTERPRETED else 1)  # the interpreter truncates bfloat16
         arithmetic = ARITHMETIC + (gamma(self.rotary.head_dim + 16) if self.launch.norm else 0)
         return rounding * (1 + arithmetic) + arithmetic
 
@@ -470,13 +477,7 @@ def rotate(scene: Scene) -> Iterator[Check]:
         yield same("k unchanged", torch.equal(scene.k, untouched[1]))
     if not launch.inplace:
         yield same("q unchanged", torch.equal(scene.q, untouched[0]))
-    # The kernel sums the squares of a norm in a different order, and the interpreter truncates bfloat16.
-    if not launch.norm and launch.tokens <= 2100 and (GPU or launch.dtype != BF16):
-        inputs = [scene.arranged(x) for x in untouched]
-        options |= {"implementation": "reference"}
-        want = apply_rotary(inputs[0], None if k is None else inputs[1], scene.positions, rotary, **options)
-        pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None]
-        yield same("bits of the reference", all(torch.equal(a, b) for a, b in pairs))
+    scene.results += [x for x in got if x is not None]
 
 
 def backward(scene: Scene) -> Iterator[Check]:
@@ -515,10 +516,11 @@ def backward(scene: Scene) -> Iterator[Check]:
     for name, gradient, expected in zip(names, got, want, strict=True):
         heads = LAYERS[launch.layer][0 if name[0] == "q" else 1]
         summed = 8 * sqrt(launch.tokens * heads) * unit(F32) if "weight" in name else 0.0
-        rounding = unit(gradient.dtype) * (2 if gradient.dtype == BF16 and not GPU else 1)
+        rounding = unit(gradient.dtype) * (2 if gradient.dtype == BF16 and INTERPRETED else 1)
         bound = 2 * (rounding + ARITHMETIC + gamma(scene.rotary.head_dim + 16)) + summed
         yield name, relative(gradient, expected) / bound
     yield same("deterministic", all(torch.equal(a, b) for a, b in zip(got, by_kernel(), strict=True)))
+    scene.results += got
 
 
 def store(scene: Scene) -> Iterator[Check]:
@@ -549,6 +551,7 @@ def store(scene: Scene) -> Iterator[Check]:
     if len(kept):
         yield "keys", distance(keys[at], before[1][kept], scene.angle[kept], rotary) / scene.bound
     yield same("values", torch.equal(values[at], values_before[kept]))
+    scene.results += [*(x for x in outs if x is not None), keys[at]]
     for held in (keys, values):
         held[at] = filled(1, 1, dtype=launch.dtype)
     yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in cache.whole))
@@ -586,9 +589,11 @@ def move(scene: Scene) -> Iterator[Check]:
     new = placed(launch.tokens, scheme, launch.documents, launch.start + 12_345)
     to_positions = FORMS[launch.form](new)
     nhd = cache.key.transpose(1, 2) if cache.layout == "HND" else cache.key
-    rerotate(nhd, slots, scene.positions, to_positions, rotary, implementation=TRITON)
+    rerotate(nhd, slots, scene.positions, to_positions, rotary, implementation=launch.way)
+    scene.results.append(keys[at])
     if len(kept):
-        between = angles(_dense(new).double(), rotary) - scene.angle
+        ids = to_positions if isinstance(to_positions, Tensor) else _dense(new)
+        between = angles(ids.double(), rotary) - scene.angle
         yield "keys", distance(keys[at], scene.k[kept], between[kept], rotary) / scene.bound
     keys[at] = filled(1, 1, dtype=launch.dtype)
     yield same("other cells", all(bool((bits(whole) == FILL[launch.dtype]).all()) for whole in cache.whole))
@@ -604,6 +609,14 @@ def cached(scene: Scene) -> Iterator[Check]:
     for name, x, out in zip("qk", (scene.q, scene.k), got, strict=True):
         assert out is not None
         yield name, distance(out, x.double(), scene.angle, scene.rotary) / scene.bound
+        scene.results.append(out)
+
+
+def dense(scene: Scene) -> Iterator[Check]:
+    """Compute the dense ids of a table."""
+    table, columns = scene.table, scene.positions.table
+    ids = kernel.launch_dense(columns, table.num_tokens, table.axes, table.fractional)
+    yield same("ids", torch.equal(ids, _dense(table)))
 
 
 KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
@@ -612,5 +625,21 @@ KINDS: Mapping[str, Callable[[Scene], Iterator[Check]]] = {
     "store": store,
     "rerotate": move,
     "cached": cached,
+    "dense": dense,
 }
 """The function of each kind, which launches it and yields checks of everything that it writes."""
+
+
+def checks(launch: Launch, seed: int) -> Iterator[Check]:
+    """Run a launch and yield its checks: within bounds of the float64 formula, and without a norm the reference's bits.
+
+    The kernel sums the squares of a norm in an order of its own, the cos and sin of precision "hf" are a library's, and
+    the interpreter truncates bfloat16.
+    """
+    scene, reference = Scene(launch, seed), Scene(replace(launch, way="reference"), seed)
+    yield from KINDS[launch.kind](scene)
+    exact = not launch.norm and scene.rotary.precision == "exact" and not (INTERPRETED and launch.dtype == BF16)
+    if exact and launch.way == TRITON and launch.tokens <= 2100 and launch.kind != "dense":
+        assert list(KINDS[launch.kind](reference))
+        pairs = zip(scene.results, reference.results, strict=True)
+        yield same("bits of the reference", all(torch.equal(a, b) for a, b in pairs))

@@ -5,26 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from launches import GPU, KINDS, LAUNCHES, TRITON, Launch, Scene
+from launches import LAUNCHES, TRITON, Launch, checks
+from tolerance import INTERPRETED
 
 pytestmark = pytest.mark.gpu
 
-EVERY = 6  # `make test` interprets every sixth launch without a GPU, and `make slow` the others
+# The interpreter, which is slow, runs every sixth launch; tests/machine draws from all.
+CASES = [launch for i, launch in enumerate(LAUNCHES) if not INTERPRETED or launch.way != TRITON or i % 6 == 0]
 
 
-def cases() -> list[object]:
-    """Return all launches; without a GPU, most of those that are interpreted are marked slow."""
-    return [
-        pytest.param(
-            launch, id=str(launch), marks=[pytest.mark.slow] * (not GPU and launch.way == TRITON and number % EVERY > 0)
-        )
-        for number, launch in enumerate(LAUNCHES)
-    ]
-
-
-@pytest.mark.parametrize("launch", cases())
+@pytest.mark.parametrize("launch", CASES, ids=str)
 def test_a_launch_agrees_with_float64(launch: Launch, record_property: Callable[[str, object], None]) -> None:
-    checks = list(KINDS[launch.kind](Scene(launch, LAUNCHES.index(launch))))
-    record_property("share_of_bound", max(share for _, share in checks))
-    assert checks
-    assert {name: share for name, share in checks if not share <= 1} == {}
+    shares = list(checks(launch, LAUNCHES.index(launch)))
+    record_property("share_of_bound", max(share for _, share in shares))
+    assert {name: share for name, share in shares if not share <= 1} == {}

@@ -38,27 +38,15 @@ WORDS = (
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
-class StandIn:
-    """A Triton driver for an absent GPU, so that kernels can be compiled for that GPU."""
-
-    utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": 227 << 10})
-
-    def __init__(self, arch: str) -> None:
-        self._device = ARCHS.index(arch)  # Triton caches one target per device
-        nvidia = arch.startswith("sm_")
-        self._target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
-
-    def get_current_target(self) -> GPUTarget:
-        """Return the GPU that kernels are compiled for."""
-        return self._target
-
-    def get_current_device(self) -> int:
-        """Return a device number for each architecture."""
-        return self._device
-
-    def get_current_stream(self, device: int) -> int:
-        """Return the default stream."""
-        return 0
+def stand_in(arch: str) -> SimpleNamespace:
+    """Return a Triton driver for an absent GPU, so that kernels can be compiled for that GPU."""
+    target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+    return SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": 227 << 10}),
+        get_current_target=lambda: target,
+        get_current_device=lambda: ARCHS.index(arch),  # Triton caches one target per device
+        get_current_stream=lambda device: 0,
+    )
 
 
 def words_of(case: str) -> set[str]:
@@ -80,7 +68,7 @@ def compiled(case: str, arch: str) -> Any:
         kernels.append(kernel.warmup(*arguments, **constants, grid=grid, **options))
 
     tiling.launch = launch
-    driver.set_active(StandIn(arch))
+    driver.set_active(stand_in(arch))
     call(words)
     return kernels[-1]
 

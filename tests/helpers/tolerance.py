@@ -12,6 +12,7 @@ the bound of one side.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from math import sqrt
@@ -22,6 +23,9 @@ import pytest
 import torch
 from torch import Tensor
 
+INTERPRETED = not torch.cuda.is_available() and "standin" not in sys.modules
+"""Whether kernels run in Triton's interpreter, which truncates to bfloat16 instead of rounding."""
+
 LIBRARY = 4
 """Errors of sin, cos and pow in units in the last place: at most 4 in numpy's vector code and 3.5 in torch's."""
 
@@ -30,6 +34,11 @@ FREQUENCY = 2 * LIBRARY + 16 + 1
 
 EXACT = 2e-7
 """Error of cos and sin of exact angles, at every id, as docs/transformers.md promises."""
+
+
+def truncation(way: str, dtype: torch.dtype) -> int:
+    """Return the error of an implementation in units in the last place, if the interpreter truncates to its dtype."""
+    return int(INTERPRETED and way == "triton" and dtype == torch.bfloat16)
 
 
 def unit(dtype: Any) -> float:

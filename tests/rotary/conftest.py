@@ -19,7 +19,10 @@ def tile(monkeypatch: pytest.MonkeyPatch) -> Tile:
     def set_tiles(block: int, shares: int) -> None:
         from mmpos.rotary.kernel import tiling
 
-        monkeypatch.setattr(tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4))
+        # As own tilings do, give a thread eight pairs at least: warps that repeat each other would race in place.
+        monkeypatch.setattr(
+            tiling, "tiles", lambda tokens, heads, pairs: (block, shares, 4 if block * pairs >= 1024 else 1)
+        )
 
     return set_tiles
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rotary_oracle import BY_HEAD, DTYPES, assert_rotated, by_kv_head, heads, ids_of, packed, phases
 from store_oracle import DEVICE, assert_same_bits
-from tolerance import assert_within, cos_sin, printed
+from tolerance import assert_within, cos_sin, printed, truncation
 from torch import Tensor
 
 from mmpos import UnsupportedError
@@ -39,11 +39,6 @@ def heads_of(rotary: Rotary, shared: int = 2, tokens: int = TOKENS, dtype: torch
     count, head_dim = len(rotary.head_axes), rotary.head_dim
     q, k = heads(tokens, shared * count, head_dim, dtype), heads(tokens, count, head_dim, dtype, seed=1)
     return [q.to(DEVICE), k.to(DEVICE)]
-
-
-def truncation(way: str, dtype: torch.dtype) -> int:
-    """Return the tolerance in ulps for Triton's interpreter, which truncates to bfloat16."""
-    return int(way == "triton" and dtype == torch.bfloat16 and DEVICE.type == "cpu")
 
 
 def test_a_kv_head_and_its_q_heads_are_rotated_by_one_axis() -> None:

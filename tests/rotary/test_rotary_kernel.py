@@ -28,7 +28,7 @@ from rotary_oracle import (
     table_of,
 )
 from store_oracle import assert_same_bits
-from tolerance import EXACT, assert_within, cos_sin, rotations
+from tolerance import EXACT, INTERPRETED, assert_within, cos_sin, rotations
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, Text
@@ -58,7 +58,7 @@ def assert_same(got: Tensor | None, want: Tensor | None) -> None:
     assert want is not None
     assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
     assert not got.isnan().any()
-    ulps = 1 if got.dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0
+    ulps = 1 if got.dtype == torch.bfloat16 and INTERPRETED else 0
     difference = (integers(got).long() - integers(want).long()).abs()
     assert int(difference.max() if difference.numel() else 0) <= ulps
 
@@ -126,13 +126,6 @@ def test_every_dtype_agrees(pairing: Any, dtype: torch.dtype, way: str, tile: An
     assert_agrees(way, q, k, packed("rope-tie-fractional", 70_000), rotary, conjugate=conjugate)
 
 
-@pytest.mark.parametrize(("head_dim", "pairing"), [(2, "half"), (6, "adjacent"), (64, "half"), (80, "adjacent")])
-def test_any_even_head_dim_agrees(head_dim: int, pairing: Any) -> None:
-    rotary = Rotary(head_dim, axes=1, pairing=pairing)
-    q, k = device_heads(5, 2, head_dim), device_heads(5, 1, head_dim, seed=1)
-    assert_agrees("triton", q, k, placed([Text(5)], "flatten", 10**9), rotary)
-
-
 @pytest.mark.parametrize(("scheme", "view"), IN_TURNS)
 def test_every_table_and_its_dense_ids_agree(scheme: str, view: str) -> None:
     table = VIEWS[view](packed(scheme, 3_000_001))
@@ -195,14 +188,6 @@ def test_any_ids_and_frequencies_agree(ids: list[tuple[int, int, int]], inv_freq
         assert_same(*in_both_ways(q, positions, rotary))
 
 
-@pytest.mark.parametrize("start", [INT32_MIN, -20, INT32_MAX - 60])
-@pytest.mark.parametrize("scheme", ["rope-tie", "videorope"])
-def test_ids_at_the_ends_of_int32_agree(scheme: str, start: int) -> None:
-    start += 4 if scheme == "videorope" and start == INT32_MIN else 0
-    table = placed([Text(3), Grid(3, 4), Text(2)], scheme, start)
-    assert_same(*in_both_ways(device_heads(17, 1, 12), table, Rotary(12, axes=table.axes)))
-
-
 # Tilings and sizes.
 
 TILINGS = [(64, 1), (8, 3), *(pytest.param(*tiling, marks=pytest.mark.slow) for tiling in ((4, 7), (2, 1), (1, 1)))]
@@ -223,13 +208,6 @@ def test_every_tiling_agrees(block: int, shares: int, num_heads: int, head_axes:
     apply_rotary(q, k, table, rotary, inplace=True, implementation="triton")
     assert_same(q, want[0])
     assert_same(k, want[1])
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 15, 17, 33])
-def test_any_number_of_tokens_agrees(tokens: int) -> None:
-    table = packed("rope-tie").pad(12).slice(0, tokens)
-    q, k = device_heads(tokens, 2, 6), device_heads(tokens, 1, 6, seed=1)
-    assert_agrees("triton", q, k, table, Rotary(6))
 
 
 CASES: dict[str, Callable[[], PositionTable]] = {
@@ -262,16 +240,6 @@ def test_ids_are_correct_for_any_number_of_segments(segments: int) -> None:
     assert torch.equal(ids.cpu(), torch.from_numpy(table.dense()))
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.slow), 4, 16])
-def test_heads_split_into_pieces_agree_across_many_programs(block: int, pairing: Any, tile: Any) -> None:
-    tile(block, 2)
-    rotary = Rotary(24, pairing=pairing)  # three pieces of four pairs
-    table = placed([Text(3), Grid(3, 4), Text(3)], "rope-tie-fractional")
-    q, k = device_heads(18, 3, 24), device_heads(18, 1, 24, seed=1)
-    assert_agrees("triton", q, k, table, rotary)
-
-
 def test_pairs_are_split_into_pieces_if_their_number_is_not_a_power_of_two_and_all_channels_rotate() -> None:
     expected = {80: (8, 5), 72: (4, 9), 96: (16, 3), 24: (4, 3), 128: (64, 1), 20: (16, 1), 2: (1, 1)}
     pieces = {head_dim: tiling.pieces_of(head_dim, head_dim // 2, False) for head_dim in expected}
@@ -285,13 +253,6 @@ def test_tilings_split_heads_among_programs_until_warps_fill_a_device() -> None:
     assert [own_tiling(10**6, num_heads, 64)[1] for num_heads in (0, 1, 5, 16, 17, 32, 72)] == [1, 1, 1, 1, 2, 2, 5]
     assert [own_tiling(1, num_heads, 64)[1] for num_heads in (0, 1, 5)] == [1, 1, 3]
     assert [own_tiling(2048, 8, pairs)[0] for pairs in (1, 8, 64, 128, 1024, 2048)] == [1024, 128, 16, 8, 1, 1]
-
-
-@pytest.mark.parametrize("num_heads", [1, 5])
-def test_the_tiling_for_few_tokens_agrees(num_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiling, "tiles", own_tiling)
-    q, k = device_heads(11, num_heads, 6), device_heads(11, 1, 6, seed=1)
-    assert_agrees("triton", q, k, packed("rope-tie").slice(4, 15), Rotary(6))
 
 
 def test_launches_disable_fusion_of_products_and_sums() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rotary_oracle import DTYPES, heads, ids_of, lengths, packed, rotated, thd
-from tolerance import ARITHMETIC, assert_within, gamma, rounded, rounding
+from tolerance import ARITHMETIC, INTERPRETED, assert_within, gamma, rounded, rounding
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
@@ -55,7 +55,7 @@ def assert_true(got: Tensor, x: Tensor, w: Tensor, norm: Norm, table: PositionTa
     bound = torch.from_numpy(RELATIVE * 2**0.5 * largest)
     result, want = torch.from_numpy(thd(got, None)), torch.from_numpy(truth)
     low, high = ((want + sign * bound).to(x.dtype).double() for sign in (-1, 1))
-    if x.dtype == torch.bfloat16 and DEVICE.type == "cpu":  # the interpreter truncates
+    if x.dtype == torch.bfloat16 and INTERPRETED:  # the interpreter truncates
         step = 2.0**-7 * want.abs()
         low, high = low - step, high + step
     wrong = ~((result >= low) & (result <= high))

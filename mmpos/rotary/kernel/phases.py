@@ -178,13 +178,14 @@ def _words(frequencies, CHANNELS: tl.constexpr, ANGLES: tl.constexpr, BLOCK: tl.
     if ANGLES.own_frequencies:
         frequencies += _group_of_program(ANGLES) * CHANNELS.pairs * (1 if ANGLES.as_hf else 3)
     if ANGLES.as_hf:
-        inv_freq = tl.load(frequencies + pair, mask=real, other=0.0)
-        return inv_freq, inv_freq, inv_freq
-    hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)
-    lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
-    rounds = lo
-    if ANGLES.fractional:
-        rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
+        hi = tl.load(frequencies + pair, mask=real, other=0.0)
+        lo, rounds = hi, hi
+    else:
+        hi = tl.load(frequencies + pair, mask=real, other=0).to(tl.uint32)
+        lo = tl.load(frequencies + CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
+        rounds = lo
+        if ANGLES.fractional:
+            rounds = tl.load(frequencies + 2 * CHANNELS.pairs + pair, mask=real, other=0).to(tl.uint32)
     return hi, lo, rounds
 
 
@@ -195,13 +196,14 @@ def _angles(words, whole, fraction, ANGLES: tl.constexpr):
         ids = whole.to(tl.float32)
         if ANGLES.fractional:
             ids = ((whole.to(tl.int64) << 32) + fraction.to(tl.int64)).to(tl.float32) * 2.3283064365386963e-10
-        return ids * words[0]
-    hi, lo, rounds = words
-    unsigned = whole.to(tl.uint32, bitcast=True)
-    turn = unsigned * hi + tl.umulhi(unsigned, lo) - tl.where(whole < 0, lo, 0)
-    if ANGLES.fractional:
-        turn += tl.umulhi(fraction, hi) + fraction * rounds
-    return turn
+        angles = ids * words[0]
+    else:
+        hi, lo, rounds = words
+        unsigned = whole.to(tl.uint32, bitcast=True)
+        angles = unsigned * hi + tl.umulhi(unsigned, lo) - tl.where(whole < 0, lo, 0)
+        if ANGLES.fractional:
+            angles += tl.umulhi(fraction, hi) + fraction * rounds
+    return angles
 
 
 @triton.jit
@@ -220,9 +222,7 @@ def angles_of(
 @triton.jit
 def cos_sin_of(angles, AS_HF: tl.constexpr):
     """Compute float32 cos and sin of the angles that ``angles_of`` returns."""
-    if AS_HF:
-        return tl.cos(angles), tl.sin(angles)
-    return _cos_sin_of_turns(angles)
+    return (tl.cos(angles), tl.sin(angles)) if AS_HF else _cos_sin_of_turns(angles)
 
 
 @triton.jit

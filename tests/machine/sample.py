@@ -1,0 +1,142 @@
+"""Run launches on the machine as a GPU of one architecture, and print how many and what went wrong as JSON.
+
+test_machine_launches.py runs it in a process without the interpreter: ``python sample.py sm_90 0 57`` runs 57 launches,
+drawn with seed 0 from the 150,000 combinations below, every kind equally often; 0 launches means one for each kernel.
+Without numbers, it plants faults in a kernel, and prints how each was found.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import standin
+import torch
+from accesses import Fault
+from launches import BF16, F16, F32, FORMS, LAUNCHES, LAYERS, STRIDES, TRITON, Launch, checks
+from ptx import Address, Instruction, Operand
+
+from mmpos.rotary.kernel import tiling
+
+KINDS = {
+    "rotate": Launch("rotate"),
+    "backward with norm": Launch("backward", norm="qk"),
+    "store": Launch("store", norm="qk", return_k=True),
+    "rerotate": Launch("rerotate"),
+    "dense": Launch("dense"),
+    "rotate in place": Launch("rotate", inplace=True),
+    "rotate as Transformers": Launch("rotate", turning="as Transformers"),
+    "rotate by cos and sin": Launch("cached"),
+    "rotate by head": Launch("rotate", layer="by head", turning="by head"),
+    "norm": Launch("rotate", norm="qk"),
+    "norm after": Launch("rotate", norm="qk", after=True),
+    "norm in place": Launch("rotate", norm="q", inplace=True, offset=1.0),
+    "backward": Launch("backward"),
+    "backward with norm after": Launch("backward", norm="qk", after=True),
+    "store without norm": Launch("store"),
+    "store in place": Launch("store", inplace=True, return_k=True, slots="int32"),
+    "rerotate other caches": Launch("rerotate", cache="HND", slots="int32"),
+}
+"""All kinds of launches; the first five use every kernel."""
+
+DTYPES = (BF16, F16, F32)
+TURNINGS = ("interleaved", "adjacent", "half of a head", "a quarter of a head, adjacent")
+SIZES = ("1 token", "7 tokens", "33 tokens", "a block of four warps, and a bit")
+HEAD_DIMS = (16, 64, 80, 96, 128, 256)
+
+own_tiles = tiling.tiles
+
+
+def drawn(kind: str, draw: random.Random) -> tuple[Launch, bool]:
+    """Draw a launch of a kind, and whether its programs have four warps."""
+    launch, size = KINDS[kind], draw.choice(SIZES)
+    if launch.layer != "by head":
+        launch = replace(launch, layer=f"heads of {draw.choice(HEAD_DIMS)}")
+    if launch.turning == "interleaved":
+        launch = replace(launch, turning=draw.choice(TURNINGS))
+    wide = size == SIZES[-1]
+    block = own_tiles(4096, 3, LAYERS[launch.layer][2] // 2)[0]
+    tokens = block + 3 if wide else int(size.split()[0])
+    forms = {"cached": ["table", "int32"], "dense": ["table", "fractions"]}.get(launch.kind, list(FORMS))
+    if launch.turning == "by head":
+        forms = ["table", "int32", "capacity"]
+    strides = draw.choice(["fused", *STRIDES])
+    return replace(launch, tokens=tokens, dtype=draw.choice(DTYPES), strides=strides, form=draw.choice(forms)), wide
+
+
+def launches_of(seed: int, count: int) -> Iterator[tuple[Launch, bool]]:
+    """Yield the launches of a sample, every third from the table of tests/gpu."""
+    draw, kinds = random.Random(seed), list(KINDS)
+    for i in range(count or 5):
+        if count and i % 3 == 2:
+            yield draw.choice([launch for launch in LAUNCHES if launch.way == TRITON]), False
+        else:
+            yield drawn(kinds[i % len(kinds)], draw)
+
+
+def poisoned(*arguments: Any, make: Any = torch.empty_like, **options: Any) -> torch.Tensor:
+    """Return new memory filled with NaN, so that elements that are never written show up."""
+    return make(*arguments, **options).fill_(torch.nan)
+
+
+def wrong(launch: Launch, seed: int, wide: bool) -> dict[str, float]:
+    """Run a launch; return the checks that failed, or the fault that the machine found."""
+    torch.empty_like = poisoned
+    tiling.tiles = lambda tokens, heads, pairs: own_tiles(max(tokens, 4096 * wide), heads, pairs)
+    try:
+        return {name: share for name, share in checks(launch, seed) if not share <= 1}
+    except Fault as fault:
+        return {str(fault): 0.0}
+
+
+def sample(seed: int, count: int) -> dict[str, object]:
+    """Run a sample; return what went wrong, and how often each kernel ran."""
+    failed = {str(launch): wrong(launch, i, wide) for i, (launch, wide) in enumerate(launches_of(seed, count))}
+    kernels = Counter(launch.program.name for launch in standin.launches)
+    return {"wrong": {name: checks for name, checks in failed.items() if checks}, "kernels": kernels}
+
+
+FAULTS: dict[str, tuple[str, Callable[[Instruction], Instruction]]] = {
+    "barrier": (r"bar\.sync", lambda x: x._replace(opcode="bar.warp.sync", operands=("-1",))),
+    "address": (r".*ld\.global\.v4.* 0 \]", lambda x: x._replace(operands=(x.operands[0], shifted(x.operands[1])))),
+    "target": (r".*st\.global.* 0 \]", lambda x: x._replace(operands=(shifted(x.operands[0]), x.operands[1]))),
+    "no mask": (r"@%p\d+ st\.global", lambda x: x._replace(guard="")),
+    "no store": (r"@%p\d+ st\.global", lambda x: x._replace(opcode="mov.b32", operands=("_", "0"))),
+}
+"""Faults to plant: a pattern of instructions, and what becomes of one of them."""
+
+
+def shifted(address: Operand) -> Operand:
+    """Shift an address by 16 bytes, so that it stays aligned."""
+    assert isinstance(address, Address)
+    return address._replace(offset=address.offset + 16)
+
+
+def planted() -> dict[str, list[str]]:
+    """Plant faults in a compiled kernel, one at a time; return what was wrong for each, or "" if nothing was."""
+    launch = Launch("backward", norm="qk", tokens=43, layer="heads of 64", dtype=F32, turning="sections")
+    if failed := wrong(launch, 0, True):
+        raise ValueError(failed)
+    (handle,) = (handle for handle, program in standin.programs.items() if program.name == "backward_kernel")
+    program, found = standin.programs[handle], dict[str, list[str]]()
+    for name, (pattern, change) in FAULTS.items():
+        places = [i for i, x in enumerate(program.code) if re.match(pattern, x.text)]
+        for i in places[:: len(places) // 8 + 1]:
+            code = (*program.code[:i], change(program.code[i]), *program.code[i + 1 :])
+            standin.programs[handle] = program._replace(code=code)
+            found.setdefault(name, []).append(next(iter(wrong(launch, 0, True)), ""))
+    return found
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        standin.use(sys.argv[1], Path(folder))
+        print(json.dumps(sample(*map(int, sys.argv[2:])) if sys.argv[2:] else planted()))

@@ -1,0 +1,57 @@
+"""Launches of every kind run as compiled PTX on the machine, through Triton's launcher and a stand-in for libcuda."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+FOLDERS = [str(Path(__file__).parents[1] / name) for name in ("machine", "gpu", "helpers", "oracles")]
+NUMBER = 54
+"""Number of launches of each architecture, which together take less than four minutes of one core."""
+
+
+def run(program: str, *arguments: object) -> Any:
+    """Run a program of this folder in a process without the interpreter, and return what it prints."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([*FOLDERS, environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_each_kernel_runs() -> None:
+    ran = run("sample.py", "sm_90", 1, 0)
+    assert ran["wrong"] == {}
+    assert ran["kernels"].keys() == {
+        "rotary_kernel",
+        "backward_kernel",
+        "store_kernel",
+        "rerotate_kernel",
+        "dense_kernel",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_launches_of_every_kind_agree_with_the_reference(architecture: str) -> None:
+    ran = run("sample.py", architecture, int(architecture[3:]), NUMBER)
+    assert ran["wrong"] == {}
+    assert sum(ran["kernels"].values()) >= NUMBER
+
+
+def test_faults_that_are_planted_in_a_compiled_kernel_are_found() -> None:
+    found = run("sample.py", "sm_90")
+    assert {name: len(verdicts) for name, verdicts in found.items()} == {
+        "barrier": 8, "address": 7, "target": 6, "no mask": 6, "no store": 6,
+    }  # fmt: skip
+    assert all(all(verdicts) for verdicts in found.values()), found
+    assert all(verdict.startswith("race: a warp") for verdict in found["barrier"])

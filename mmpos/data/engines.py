@@ -193,12 +193,7 @@ def _read(batch: pa.Table, folder: str, dumps: Callable[[object], bytes]) -> Ite
 
 
 class PartWriter:
-    """Callable that an actor runs for ``map_batches``: writes the file of a part and returns its last step as a row.
-
-    Args:
-        job: work to do on each part.
-        folder: folder against which relative paths are resolved.
-    """
+    """Callable that an actor runs for ``map_batches``: writes the file of a part and returns its last step as a row."""
 
     def __init__(self, job: PartJob, folder: str) -> None:
         self._job = job

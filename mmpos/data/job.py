@@ -66,21 +66,12 @@ class Output:
 
 
 class ShardPart(NamedTuple):
-    """Records of one output file.
+    """Records of one output file."""
 
-    Args:
-        number: number of the file among those of its input.
-        stop: index of the first record after the part.
-        position: bytes, or records, of the input up to the end of the part.
-        amount: those of this part.
-        records: the records.
-        is_last: whether it is the last part of the input.
-    """
-
-    number: int
-    stop: int
-    position: int
-    amount: int
+    number: int  # of the file among those of its input
+    stop: int  # index of the first record after the part
+    position: int  # bytes, or records, of the input up to the end of the part
+    amount: int  # those of this part
     records: list[tuple[Location, Raw]]
     is_last: bool
 
@@ -98,25 +89,15 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Shard, and the output files to make from it.
-
-    Args:
-        number: number of the task.
-        reader: reader of the shard.
-        folder: folder of the outputs.
-        stem: prefix of the output names.
-        facts: facts about the input.
-        outputs: finished outputs by part number.
-        begin: part number, record and position to begin with; None if all outputs are finished.
-    """
+    """Shard, and the output files to make from it."""
 
     number: int
     reader: Reader
     folder: str
-    stem: str
-    facts: Mapping[str, Any]
-    outputs: Mapping[int, Output] = field(default_factory=dict)
-    begin: tuple[int, int, int] | None = (0, 0, 0)
+    stem: str  # prefix of the output names
+    facts: Mapping[str, Any]  # facts about the input
+    outputs: Mapping[int, Output] = field(default_factory=dict)  # finished outputs by part number
+    begin: tuple[int, int, int] | None = (0, 0, 0)  # part number, record and position; None if nothing is left
 
     def output(self, part: int = 0) -> str:
         """Return the path of the output of a part."""
@@ -176,13 +157,7 @@ def facts_of_input(reader: Reader) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class PartJob:
-    """Work done on every part, independent of the engine; picklable if its callable is.
-
-    Args:
-        preprocess: see write_sequences, here and below.
-        on_error: policy for unusable records.
-        max_skipped: limit on skipped records.
-    """
+    """Work done on every part with the arguments of write_sequences; picklable if its callable is."""
 
     preprocess: MakeExample
     on_error: OnError = "raise"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, ClassVar
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 from mmpos.errors import InvalidInputError, MmposError
 from mmpos.support.extras import missing, needed_for
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+([^/?]*)(.*?)(\?[\w.-]+=.*)?", re.DOTALL | re.IGNORECASE)
 _ARROW = ("abfs", "abfss", "gcs", "gs", "s3")  # fsspec's wrapper of pyarrow.fs opens these without another package
 _USERS = ("abfs", "abfss", "hdfs")  # schemes whose URLs name a container or a user before an @
-_OPTIONS = {"endpoint_override", "region", "retry_limit_seconds", "scheme"}
 _SECRET = re.compile(r"(?<=//)[^/@\s]+@|\?[^\s'\"]+")
 _VERSIONS = ("ETag", "etag", "blob_id", "oid", "md5Hash", "generation", "last_modified", "mtime", "created")
 
@@ -45,28 +44,30 @@ def checked_path(name: str, path: str | os.PathLike[str]) -> str:
     's3://bucket/folder'
 
     Raises:
-        InvalidInputError: the URL holds credentials, which would be printed and stored, or an unknown option.
+        InvalidInputError: the URL holds credentials, which would be printed and stored, or options.
     """
     text = os.fsdecode(path)
     url = _URL.fullmatch(text)
     if url is None:
         return text
-    scheme, authority, rest, options = url[1].lower(), url[2], url[3], url[4] or ""
+    scheme, authority, rest = url[1].lower(), url[2], url[3]
     user, at, host = authority.rpartition("@")
     anonymous = user == "anonymous" and scheme in ("gs", "gcs")
     if (at and scheme not in _USERS and not anonymous) or ":" in user or re.search(r":(?!\d+$)", host):
         want = "credentials in the environment or the configuration of the store"
         raise InvalidInputError(f"{name}: got a URL with the scheme {scheme} and credentials, want {want}")
-    if unknown := set(parse_qs(options[1:], keep_blank_values=True)) - (_OPTIONS if scheme in _ARROW else set()):
-        want = ", ".join(sorted(_OPTIONS)) if scheme in _ARROW else "a URL without options"
-        got = f"a URL with the scheme {scheme} and the option {min(unknown)!r}"
+    if url[4]:
+        got, want = (
+            f"a URL with the scheme {scheme} and options",
+            "options in the environment or fsspec's configuration",
+        )
         raise InvalidInputError(f"{name}: got {got}, want {want}")
     if scheme == "file":  # pathlib turns file:///a into file:/a
         slashes = len(text[5:]) - len(text[5:].lstrip("/"))
         if slashes == 2 and authority != "localhost":
             raise InvalidInputError(f"{name}: got {text!r}, want file:/// and a path on this machine")
         return unquote(rest if slashes == 2 else f"/{authority}{rest}")
-    return f"{scheme}://{authority}{rest}{options}"
+    return f"{scheme}://{authority}{rest}"
 
 
 def is_url(path: str) -> bool:
@@ -75,14 +76,13 @@ def is_url(path: str) -> bool:
 
 
 def join(folder: str, name: str) -> str:
-    """Return the path of a name in a folder; the options of a URL stay at its end."""
-    head, options = _split(folder)
-    return f"{head.rstrip('/')}/{name}{options}" if is_url(folder) else os.path.join(folder, name)
+    """Return the path of a name in a folder."""
+    return f"{folder.rstrip('/')}/{name}" if is_url(folder) else os.path.join(folder, name)
 
 
 def base_name(path: str) -> str:
-    """Return the last part of a path, without the options of a URL."""
-    return PurePosixPath(_split(path)[0]).name
+    """Return the last part of a path."""
+    return PurePosixPath(path).name
 
 
 class BytesRead:
@@ -234,8 +234,7 @@ def matches(pattern: str, folder: str | None = None) -> list[str]:
         OSError: the store cannot be listed; the error names the path.
     """
     if folder is not None:
-        head, options = _split(folder)
-        pattern = join(glob.escape(head) + options, pattern)
+        pattern = join(glob.escape(folder), pattern)
     if not is_url(pattern):
         return sorted(match for match in glob.glob(pattern, recursive=True) if os.path.isfile(match))
     with _naming(pattern):
@@ -243,9 +242,8 @@ def matches(pattern: str, folder: str | None = None) -> list[str]:
         filesystem.invalidate_cache()
         infos = filesystem.glob(key, detail=True)
     root, base = _root_of(pattern)
-    address, question, options = root.partition("?")
     files = (name for name, info in infos.items() if info["type"] == "file")
-    return sorted(f"{address}/{name[len(base) :].lstrip('/')}{question}{options}" for name in files)
+    return sorted(f"{root}/{name[len(base) :].lstrip('/')}" for name in files)
 
 
 def make_folder(path: str) -> None:
@@ -278,11 +276,7 @@ def abort_uploads(folder: str, is_ours: Callable[[str], bool]) -> None:
         return
     with needed_for("output on S3", extra="s3"):
         import boto3
-    options = {name: values[0] for name, values in parse_qs(_split(folder)[1][1:]).items()}
-    endpoint = options.get("endpoint_override")
-    if endpoint is not None and "://" not in endpoint:
-        endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
-    client = boto3.client("s3", endpoint_url=endpoint, region_name=options.get("region"))
+    client = boto3.client("s3")
     bucket, _, prefix = f"{_located(folder)[1].rstrip('/')}/".partition("/")
     try:
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
@@ -304,21 +298,14 @@ def _info(url: str) -> Any:
 def _located(url: str) -> tuple[Any, str]:
     """Return the fsspec filesystem of a URL, and the path inside the filesystem."""
     root, base = _root_of(url)
-    return _filesystem(root, os.getpid())[0], base + _split(url)[0].removeprefix(root.partition("?")[0])
-
-
-def _split(path: str) -> tuple[str, str]:
-    """Return a path without the options of a URL, and the options."""
-    url = _URL.fullmatch(path)
-    options = (url[4] or "") if url else ""
-    return path[: len(path) - len(options)], options
+    return _filesystem(root, os.getpid())[0], base + url.removeprefix(root)
 
 
 def _root_of(url: str) -> tuple[str, str]:
-    """Return the URL of the bucket with its options, and the path of the bucket inside its filesystem."""
+    """Return the URL of the bucket, and the path of the bucket inside its filesystem."""
     match = _URL.fullmatch(url)
     assert match is not None, "paths on this machine have no root"
-    root = f"{match[1]}://{match[2]}{match[4] or ''}"
+    root = f"{match[1]}://{match[2]}"
     return root, _filesystem(root, os.getpid())[1]
 
 

@@ -33,19 +33,8 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 __all__ = [
-    "SUFFIXES",
-    "DatasetReader",
-    "FileReader",
-    "JsonlReader",
-    "ParquetReader",
-    "Raw",
-    "Reader",
-    "TarReader",
-    "broken",
-    "dataset_shards",
-    "is_chosen",
-    "shards",
-    "stride",
+    *("SUFFIXES", "DatasetReader", "FileReader", "JsonlReader", "ParquetReader", "Raw", "Reader", "TarReader"),
+    *("broken", "dataset_shards", "is_chosen", "shards", "stride"),
 ]
 
 Raw = Record | RecordError

@@ -307,12 +307,7 @@ def _kept(file: parquet.ParquetFile) -> list[IntArray]:
 
 
 class SequenceRows:
-    """Random access to the examples of a SequenceShard; the most recently used row groups stay in memory.
-
-    Args:
-        shard: the shard.
-        file: its open file.
-    """
+    """Random access to the examples of a SequenceShard; the most recently used row groups stay in memory."""
 
     def __init__(self, shard: SequenceShard, file: parquet.ParquetFile) -> None:
         self._shard, self._file, self._kept = shard, file, _kept(file)

@@ -46,19 +46,13 @@ _FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Value in a record. Null and missing values are equivalent, since Parquet has no missing values.
+    """Value in a record. Null and missing values are equivalent, since Parquet has no missing values."""
 
-    Args:
-        record: name of the record in error messages.
-        name: path of the value, such as ``messages[0].content``; empty for the record itself.
-        value: the value.
-        read: each mapping of the record that was read, and the names that were read from it; filled by reading.
-    """
-
-    record: str
-    name: str
+    record: str  # name of the record in error messages
+    name: str  # path of the value, such as messages[0].content; empty for the record itself
     value: Any
     read: dict[str, tuple[Mapping[str, Any], set[str]]] = field(default_factory=dict, repr=False, compare=False)
+    """Each mapping of the record that was read, with the names that were read from it."""
 
     def __getitem__(self, name: str) -> Field:
         """Return a field of this mapping; its value is None if the name is missing."""

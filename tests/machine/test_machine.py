@@ -54,7 +54,7 @@ def run(body: str, *tensors: Tensor, threads: int = 32, blocks: int = 1, number:
 
 
 def zeros(count: int = 32) -> Tensor:
-    """Return 8 bytes for each of so many threads."""
+    """Return 8 bytes for each thread."""
     return torch.zeros(count, dtype=torch.int64)
 
 
@@ -130,7 +130,7 @@ def register(kind: str, number: int) -> str:
 
 
 @pytest.mark.parametrize(("opcode", "operands", "result"), COMPUTED)
-def test_an_instruction_computes_what_the_manual_says(opcode: str, operands: tuple[Any, ...], result: Any) -> None:
+def test_each_instruction_computes_the_result_in_the_manual(opcode: str, operands: tuple[Any, ...], result: Any) -> None:
     operation, lines, names = OPERATIONS[opcode], [], []
     for number, (value, kind) in enumerate(zip(operands, operation.operands, strict=True), 4):
         names.append(register(kind, number))

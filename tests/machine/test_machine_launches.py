@@ -48,6 +48,7 @@ def test_launches_of_every_kind_agree_with_the_reference(architecture: str) -> N
     assert sum(ran["kernels"].values()) >= NUMBER
 
 
+@pytest.mark.slow
 def test_faults_that_are_planted_in_a_compiled_kernel_are_found() -> None:
     planted = run("sample.py", "sm_90")
     assert {name: len(verdicts) for name, verdicts in planted.items()} == {

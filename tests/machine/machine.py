@@ -264,9 +264,7 @@ class Block:
             address = address + threads * self.program.local
         return self.spaces[space].access(address, width, stamp(self.number, self.epoch, threads // WARP), values)
 
-    @step(
-        "stmatrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared.b16 ldmatrix.sync.aligned.m8n8{.x1,.x2,.x4}.shared.b16"
-    )
+    @step("{ld,st}matrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared.b16")
     def _matrices(self, instruction: Instruction, active: Active) -> None:
         """Load or store 8 × 8 matrices of 16 bits.
 
@@ -298,8 +296,8 @@ class Block:
         if clamp != "31":
             raise Fault("unknown shuffle")
         self._whole_warps(active, members)
-        given = self.value(number, "b32") % WARP
-        lanes = given if ".idx" in instruction.opcode else self.threads % WARP ^ given
+        operand = self.value(number, "b32") % WARP
+        lanes = operand if ".idx" in instruction.opcode else self.threads % WARP ^ operand
         self.write(target, self.value(source, "b32")[self.threads // WARP * WARP + lanes], active)
 
     @step("redux.sync.add.s32")

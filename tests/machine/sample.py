@@ -126,14 +126,14 @@ def planted() -> dict[str, list[str]]:
     if failed := wrong(launch, 0, True):
         raise ValueError(failed)
     (handle,) = (handle for handle, program in standin.programs.items() if program.name == "backward_kernel")
-    program, found = standin.programs[handle], dict[str, list[str]]()
+    program, verdicts = standin.programs[handle], dict[str, list[str]]()
     for name, (pattern, change) in FAULTS.items():
         places = [i for i, x in enumerate(program.code) if re.match(pattern, x.text)]
         for i in places[:: len(places) // 8 + 1]:
             code = (*program.code[:i], change(program.code[i]), *program.code[i + 1 :])
             standin.programs[handle] = program._replace(code=code)
-            found.setdefault(name, []).append(next(iter(wrong(launch, 0, True)), ""))
-    return found
+            verdicts.setdefault(name, []).append(next(iter(wrong(launch, 0, True)), ""))
+    return verdicts
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def run(body: str, *tensors: Tensor, threads: int = 32, blocks: int = 1, number:
 
 
 def zeros(count: int = 32) -> Tensor:
-    """Return 8 bytes for each of so many threads."""
+    """Return 8 bytes for each thread."""
     return torch.zeros(count, dtype=torch.int64)
 
 
@@ -72,8 +72,8 @@ COMPUTED: list[tuple[str, tuple[Any, ...], Any]] = [
     ("mad.wide.u32", (2**31, 4, BIG), BIG + 2**33), ("mad.wide.s32", (-2, 8, 10), -6), ("div.s32", (-7, 2), -3),
     ("div.s32", (LEAST, 7), -306783378), ("div.s64", (-(2**62), 3), -1537228672809129301),
     ("div.u32", (2**32 - 1, 10), 429496729), ("rem.s32", (-7, 2), -1), ("rem.u32", (2**32 - 1, 10), 5),
-    ("neg.s32", (5,), -5), ("min.s32", (-1, 1), -1), ("max.s32", (-1, 1), 1), ("min.s64", (-BIG, 1), -BIG), ("max.s64", (-BIG, 1), 1),
-    ("and.b16", (12, 10), 8),
+    ("neg.s32", (5,), -5), ("min.s32", (-1, 1), -1), ("max.s32", (-1, 1), 1), ("min.s64", (-BIG, 1), -BIG),
+    ("max.s64", (-BIG, 1), 1), ("and.b16", (12, 10), 8),
     ("and.b32", (12, 10), 8), ("and.b64", (BIG + 1, BIG), BIG), ("and.pred", (1, 0), 0), ("or.b16", (12, 10), 14),
     ("or.b32", (12, 10), 14), ("or.b64", (BIG, 1), BIG + 1), ("or.pred", (1, 0), 1), ("xor.b32", (12, 10), 6),
     ("xor.pred", (1, 1), 0), ("not.pred", (1,), 0), ("shl.b16", (0xFFFF, 4), 0xFFF0), ("shl.b32", (1, 31), 2**31),
@@ -130,7 +130,7 @@ def register(kind: str, number: int) -> str:
 
 
 @pytest.mark.parametrize(("opcode", "operands", "result"), COMPUTED)
-def test_an_instruction_computes_what_the_manual_says(opcode: str, operands: tuple[Any, ...], result: Any) -> None:
+def test_each_instruction_computes_the_result_in_the_manual(opcode: str, operands: tuple[Any, ...], result: Any) -> None:
     operation, lines, names = OPERATIONS[opcode], [], []
     for number, (value, kind) in enumerate(zip(operands, operation.operands, strict=True), 4):
         names.append(register(kind, number))
@@ -201,9 +201,9 @@ def test_matrices_are_stored_and_loaded_by_rows(transposed: bool) -> None:
     """Thread t holds the elements (t div 4, 2·(t mod 4)) and the next; here, an element is 8·row + column."""
     body = """
         shl.b32 %r5, %r1, 4; shl.b32 %r6, %r1, 1; add.s32 %r7, %r6, 1; shl.b32 %r7, %r7, 16; or.b32 %r8, %r6, %r7;
-        add.s32 %r9, %r8, 0x400040; stmatrix.sync.aligned.m8n8.x2{}.shared.b16 [%r5], {{%r8, %r9}}; bar.sync 0;
+        add.s32 %r9, %r8, 0x400040; stmatrix.sync.aligned.m8n8.x2{0}.shared.b16 [%r5], {{%r8, %r9}}; bar.sync 0;
         ld.shared.b64 %rd4, [%r2]; st.global.b64 [%rd2], %rd4; add.s64 %rd5, %rd3, %rd1;
-        ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{%r11, %r12}}, [%r5]; st.global.v2.b32 [%rd5], {{%r11, %r12}};
+        ldmatrix.sync.aligned.m8n8.x2{0}.shared.b16 {{%r11, %r12}}, [%r5]; st.global.v2.b32 [%rd5], {{%r11, %r12}};
     """
     out, other = zeros(), zeros()
     run(body.format(".trans" if transposed else ""), out, other)
@@ -211,7 +211,7 @@ def test_matrices_are_stored_and_loaded_by_rows(transposed: bool) -> None:
     both = torch.stack([elements, elements + 64])
     stored = both.mT if transposed else both
     assert torch.equal(out.view(torch.int16).view(2, 8, 8).long(), stored)
-    pairs = stored.flatten(1).view(2, 32, 2).transpose(0, 1)
+    pairs = both.flatten(1).view(2, 32, 2).transpose(0, 1)
     assert torch.equal(other.view(torch.int16).view(32, 2, 2).long(), pairs)
 
 

@@ -48,10 +48,11 @@ def test_launches_of_every_kind_agree_with_the_reference(architecture: str) -> N
     assert sum(ran["kernels"].values()) >= NUMBER
 
 
+@pytest.mark.slow
 def test_faults_that_are_planted_in_a_compiled_kernel_are_found() -> None:
-    found = run("sample.py", "sm_90")
-    assert {name: len(verdicts) for name, verdicts in found.items()} == {
+    planted = run("sample.py", "sm_90")
+    assert {name: len(verdicts) for name, verdicts in planted.items()} == {
         "barrier": 8, "address": 7, "target": 6, "no mask": 6, "no store": 6,
     }  # fmt: skip
-    assert all(all(verdicts) for verdicts in found.values()), found
-    assert all(verdict.startswith("race: a warp") for verdict in found["barrier"])
+    assert all(all(verdicts) for verdicts in planted.values()), planted
+    assert all(verdict.startswith("race: a warp") for verdict in planted["barrier"])

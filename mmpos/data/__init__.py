@@ -10,6 +10,7 @@ from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch
+    from mmpos.data.blend import Blend
     from mmpos.data.collate import PackedCollator, PaddedCollator
     from mmpos.data.formats import (
         FORMATS,
@@ -48,6 +49,7 @@ __all__ = [
     "Batch",
     "BatchDataset",
     "Batcher",
+    "Blend",
     "Chat",
     "ChatTemplate",
     "Cost",
@@ -99,6 +101,7 @@ __all__ = [
 # Imported on first access: batches need torch; readers and storage need the libraries of their formats.
 _ROOMS = {
     "batch": ("Batch",),
+    "blend": ("Blend",),
     "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "FineVision", "HFImages", "LLaVA", "Obelics"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -17,13 +17,13 @@ from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, SkipLimit, skips_images
 from mmpos.data.readers.base import Reader
-from mmpos.data.stream import BatchStream, Feed, Split, SplitBy, Stages, StreamState, shard_order
+from mmpos.data.stream import BatchStream, Draws, Feed, Share, Split, SplitBy, Stages, StreamState
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, integer, one_of
 from mmpos.support.files import local_path
 
-__all__ = ["BatchDataset"]
+__all__ = ["BatchDataset", "Corpus"]
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # typing.TypeVar has defaults only since Python 3.13
@@ -102,20 +102,13 @@ class BatchDataset(IterableDataset[_Item]):
         threads: int = 0,
     ) -> None:
         super().__init__()
-        self._shards = tuple(shards)
-        for i, shard in enumerate(self._shards):
-            if not isinstance(shard, Reader):
-                raise InvalidInputError(
-                    f"shards[{i}]: got {type(shard).__name__}, want a reader; readers.shards opens files"
-                )
-        if not callable(preprocess):
-            raise InvalidInputError(f"preprocess: got {type(preprocess).__name__}, want a Preprocess, or get_example")
+        self._corpora = self._named(shards, preprocess)
         if not all(hasattr(batching, name) for name in ("add", "flush", "pending")):
             raise InvalidInputError(f"batching: got {type(batching).__name__}, want a Packer or a Batcher")
         one_of("split", split, get_args(SplitBy))
         if batching.pending:
             raise InvalidInputError(f"batching: got {len(batching.pending)} pending examples, want an empty one")
-        self._stages = Stages(preprocess, batching, collate, integer("threads", threads, minimum=0))
+        self._stages = Stages(batching, collate, integer("threads", threads, minimum=0))
         self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
         self._folder = None if quarantine is None else local_path("quarantine", quarantine)
         self._on_error: OnError = on_error
@@ -123,7 +116,7 @@ class BatchDataset(IterableDataset[_Item]):
         SkipLimit(max_skipped)
         if one_of("on_error", on_error, ("raise", "skip")) == "skip" and quarantine is None:
             raise InvalidInputError("quarantine: got None, want a path; skipped records are never dropped silently")
-        if skips_images(preprocess) and quarantine is None:
+        if self._skips_images and quarantine is None:
             raise InvalidInputError("quarantine: got None, want a path; images are never dropped silently")
         # The assumption of a single rank is checked again when iteration starts.
         self._guessed = rank is None and world_size is None and not _distributed()
@@ -160,17 +153,17 @@ class BatchDataset(IterableDataset[_Item]):
             the number of batches; None if sizes are unknown, if ``batching`` splits or truncates texts, or if records
             or images may be skipped.
         """
-        batching, epoch, workers = self._stages.batching, self.epoch, max(num_workers, 1)
-        lengths = [_lengths(shard, batching) for shard in self._readers(epoch)]
-        skips = self._on_error != "raise" or skips_images(self._stages.preprocess)
-        if skips or any(of_shard is None for of_shard in lengths):
+        batching, workers = self._stages.batching, max(num_workers, 1)
+        lengths = [[_lengths(shard, batching) for shard in corpus.shards] for corpus in self._corpora]
+        unknown = any(shard is None for corpus in lengths for shard in corpus)
+        if unknown or self._on_error != "raise" or self._skips_images or self._draws.stop is None:
             return None
-        readers = tuple(_Sizes(of_shard) for of_shard in lengths if of_shard is not None)
-        count = 0
+        corpora = [Corpus(tuple(map(_Sizes, corpus)), _Sizes.example) for corpus in lengths]  # type: ignore[arg-type]
+        count, quarantine = 0, Quarantine("raise", None, SkipLimit())
         for worker in range(workers):
             split = replace(self._split, worker=worker, num_workers=workers)
-            stages, quarantine = Stages(_Sizes.example, batching), Quarantine("raise", None, SkipLimit())
-            count += sum(1 for _ in BatchStream(self._feed(readers, split, epoch), stages, quarantine))
+            shares = self._shares(corpora, split, self.epoch, [quarantine] * len(corpora))
+            count += sum(1 for _ in BatchStream(shares, Stages(batching), self._draws))
         return count
 
     @property
@@ -194,12 +187,17 @@ class BatchDataset(IterableDataset[_Item]):
             self._check(self._state)  # checked again, since the state may have been loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         split, epoch = self._worker_split(), self._streamed
-        feed = self._feed(self._readers(epoch), split, epoch)
-        lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
+        name = f"rank{split.rank}-worker{split.worker}.jsonl"
+        lines = None if self._folder is None else QuarantineFile(self._folder / name)
         counts = {} if self._state is None else self._state["counts"]
-        limit = SkipLimit(self._max_skipped, counts.get("records", 0), counts.get("skipped", 0))
-        quarantine = Quarantine(self._on_error, lines, limit, {"epoch": epoch})
-        self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
+        read = [
+            [counts.get(f"{what}/{name}".rstrip("/"), 0) for what in ("records", "skipped")]
+            for name in self._draws.names
+        ]
+        limits = [SkipLimit(self._max_skipped, *numbers) for numbers in read]
+        quarantines = [Quarantine(self._on_error, lines, limit, {"epoch": epoch}) for limit in limits]
+        shares = self._shares(self._corpora, split, epoch, quarantines)
+        self._stream, self._state = BatchStream(shares, self._stages, self._draws, self._state), None
         return self._stream
 
     def state_dict(self) -> DatasetState:
@@ -244,8 +242,8 @@ class BatchDataset(IterableDataset[_Item]):
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
             raise InvalidInputError(f"state: got {got}, want version {_VERSION} from state_dict")
         for name, want in self._identity().items():
-            if state["of"][name] != want:
-                raise InvalidInputError(f"state: got {name} {state['of'][name]}, want {want}")
+            if (got := state["of"].get(name)) != want:
+                raise InvalidInputError(f"state: got {name} {got}, want {want}")
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_stream": None}
@@ -262,30 +260,62 @@ class BatchDataset(IterableDataset[_Item]):
             return self._split
         return Split(self._split.rank, self._split.world_size, info.id, info.num_workers, self._split.by)
 
-    def _readers(self, epoch: int) -> tuple[Reader, ...]:
-        """Return the shards in the order of an epoch."""
-        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
-        return tuple(self._shards[i] for i in order)
+    @property
+    def _draws(self) -> Draws:
+        return Draws()
 
-    def _feed(self, readers: tuple[Reader, ...], split: Split, epoch: int) -> Feed:
-        """Return the records of one consumer."""
-        seed = (self._seed, epoch, split.consumer)
-        return Feed(readers, tuple(split.portions(len(readers))), max(self._shuffle, 1), seed)
+    @property
+    def _skips_images(self) -> bool:
+        return any(skips_images(corpus.preprocess) for corpus in self._corpora)
 
-    def _lines(self, name: str) -> QuarantineFile | None:
-        return None if self._folder is None else QuarantineFile(self._folder / name)
+    def _named(self, shards: Any, preprocess: Any) -> tuple[Corpus, ...]:
+        """Check shards and preprocess, and return the corpora in the order of the names of _draws."""
+        return (Corpus.of("", shards, preprocess),)
+
+    def _shares(
+        self, corpora: Sequence[Corpus], split: Split, epoch: int, quarantines: Sequence[Quarantine]
+    ) -> list[Share]:
+        """Return one consumer's share of each corpus."""
+        seed, shares = (self._seed, epoch), []
+        for i, (corpus, quarantine) in enumerate(zip(corpora, quarantines, strict=True)):
+            feed = Feed(corpus.shards, split, self._shuffle, seed, i)
+            shares.append(Share(feed, corpus.preprocess, quarantine))
+        return shares
 
     def _identity(self) -> dict[str, object]:
         """Return the arguments that a state depends on."""
         split = self._worker_split()
-        names = "\n".join(os.path.basename(shard.source) for shard in self._shards)  # a corpus may move
+        shards = [shard for corpus in self._corpora for shard in corpus.shards]
+        names = "\n".join(os.path.basename(shard.source) for shard in shards)  # a corpus may move
         return {
-            "shards": f"{len(self._shards)} with checksum {zlib.crc32(names.encode()):08x}",
+            "shards": f"{len(shards)} with checksum {zlib.crc32(names.encode()):08x}",
             "consumer": f"{split.consumer} of {split.consumers} by {split.by}",
             "seed": self._seed,
             "shuffle": self._shuffle,
             "batching": {name: value for name, value in vars(self._stages.batching).items() if name[0] != "_"},
         }
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Shards with the function that makes examples from their records."""
+
+    shards: tuple[Reader, ...]
+    preprocess: MakeExample
+
+    @classmethod
+    def of(cls, name: str, shards: Iterable[object], preprocess: object) -> Corpus:
+        """Check the shards and preprocess of a corpus with this name in a blend, or "" outside one."""
+        key, readers = f"[{name!r}]" if name else "", []
+        for i, shard in enumerate(shards):
+            if not isinstance(shard, Reader):
+                got = type(shard).__name__
+                raise InvalidInputError(f"shards{key}[{i}]: got {got}, want a reader; readers.shards opens files")
+            readers.append(shard)
+        if not callable(preprocess):
+            got = type(preprocess).__name__
+            raise InvalidInputError(f"preprocess{key}: got {got}, want a Preprocess, or get_example")
+        return cls(tuple(readers), preprocess)
 
 
 def _lengths(shard: Reader, batching: Batching) -> IntArray | None:

@@ -88,7 +88,7 @@ class SkipLimit:
         Raises:
             InvalidInputError: as in skip.
         """
-        if self._records < _FIRST:
+        if self._skipped and self._records < _FIRST:
             self._check(self._records)
 
     def _check(self, records: int, of: str = "") -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mmpos.data.ranks import RankLoader
     from mmpos.data.readers import Reader, dataset_shards, shards
     from mmpos.data.stage import STAGE_SCHEMA, Stage, read_examples
+    from mmpos.data.videos import Videos
 
 __all__ = [
     "FORMATS",
@@ -85,6 +86,7 @@ __all__ = [
     "TokenizerTemplate",
     "TrainingPlan",
     "Turn",
+    "Videos",
     "dataset_shards",
     "first_fit_decreasing",
     "get_example",
@@ -117,6 +119,7 @@ _ROOMS = {
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),
     "stage": ("STAGE_SCHEMA", "Stage", "read_examples"),
+    "videos": ("Videos",),
     "readers": ("Reader", "dataset_shards", "shards"),
     "formats.images": ("Images",),
     "preprocess.manifest": ("sequence_shards",),

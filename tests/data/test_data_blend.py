@@ -47,7 +47,7 @@ def blend(sizes: dict[str, Any], batching: Any = None, **options: Any) -> Any:
         name: [NumberedShard(f"{name}{i}", size) for i, size in enumerate([of] if isinstance(of, int) else of)]
         for name, of in sizes.items()
     }
-    defaults = {"preprocess": tiny, "collate": keys, "weights": dict.fromkeys(sizes, 1), "seed": 3}
+    defaults: dict[str, Any] = {"preprocess": tiny, "collate": keys, "weights": dict.fromkeys(sizes, 1), "seed": 3}
     return Blend(shards, batching=batching or Batcher(1), **defaults | options)
 
 

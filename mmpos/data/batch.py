@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import methodcaller
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,9 @@ from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 from mmpos.support.ragged import ragged_arange
 
-__all__ = ["Batch", "MaskMod", "ModelArguments"]
+__all__ = ["Batch", "MaskMod", "ModelArguments", "construct"]
+
+T = TypeVar("T")
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Mask function of FlexAttention: (b, h, q_idx, kv_idx) -> bool, True if the query attends to the key."""
@@ -29,8 +32,18 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
 """Fields of a batch with one value per token."""
 
+_COPIED = 32
+"""Mean tokens in a range above which ranges are copied one by one."""
+
 _SPANS = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
 _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", *_SPANS)
+
+
+def construct(cls: type[T], **fields: Any) -> T:
+    """Create an instance of a dataclass from all its fields, without the checks of ``__init__``."""
+    instance = object.__new__(cls)
+    vars(instance).update(fields)
+    return instance
 
 
 class _WholeType(type):
@@ -111,6 +124,25 @@ class Batch(metaclass=_WholeType):
             want, got = (0 if (tensor := getattr(self, name)) is None else len(tensor) for name in (spans, features))
             if got != want:
                 raise InvalidInputError(f"{features}: got {got} spans, want {want} as in {spans}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Make a field of a batch from ``construct`` when it is first read.
+
+            ``_later`` has for each such field an array, a PositionTable, or a callable that returns fields by name.
+            """
+            later = vars(self).get("_later", {})
+            if name not in later:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            source = later[name]
+            if callable(source):
+                vars(self).update(source())
+            elif isinstance(source, np.ndarray):
+                vars(self)[name] = torch.from_numpy(source)
+            else:
+                vars(self)[name] = DevicePositions.from_table(source)
+            return vars(self)[name]
 
     @property
     def packed(self) -> bool:
@@ -259,26 +291,34 @@ class Batch(metaclass=_WholeType):
             raise UnsupportedError(
                 f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row"
             )
-        starts, stops = self.positions.shard_ranges(rank, world_size, layout)
+        if not self.input_ids.is_cpu:
+            return self.to("cpu").shard(rank, world_size, layout).to(self.device)
         positions = self.positions.shard(rank, world_size, layout)
-        indices = torch.from_numpy(self.positions.shard_indices(rank, world_size, layout)).to(self.device)
+        starts, stops = self.positions.shard_ranges(rank, world_size, layout)
+        ranges = list(map(slice, starts.tolist(), stops.tolist()))
+        few = len(ranges) * _COPIED < positions.num_tokens
+        indices = None if few else ragged_arange(stops - starts, starts)[1]
         shape = (*self.input_ids.shape[:-1], -1)
-        shifted = self.shift_labels()
-        per_token = {name: tensor for name in _PER_TOKEN if (tensor := getattr(shifted, name)) is not None}
-        cut: dict[str, Any] = {name: tensor.reshape(-1)[indices].reshape(shape) for name, tensor in per_token.items()}
-        for spans, features in (_SPANS[:2], _SPANS[2:]):
-            if getattr(self, spans) is not None:
-                tokens, rows = (getattr(self, name).cpu().numpy() for name in (spans, features))
-                pieces = _pieces(tokens, rows[:, 0], starts, stops)
-                cut[spans], cut[features] = (torch.from_numpy(piece).to(self.device) for piece in pieces)
-        return replace(
-            shifted,
-            positions=positions,
-            device_positions=DevicePositions.from_table(positions, self.device),
-            cu_seqlens=torch.from_numpy(positions.cu_seqlens.copy()).to(self.device),
-            world_size=self.world_size * world_size,
-            **cut,
-        )
+        fields: dict[str, Any] = {"audio_spans": None, "audio_feature_spans": None}
+        for name in _PER_TOKEN:
+            if (whole := getattr(self, name)) is not None:
+                flat = whole.numpy().reshape(-1)
+                if name == "labels" and not self.shifted:
+                    shifted = np.empty_like(flat)
+                    shifted[:-1] = flat[1:]
+                    shifted[self.cu_seqlens.numpy()[1:] - 1] = IGNORE_INDEX
+                    flat = shifted
+                cut = flat[indices] if indices is not None else np.concatenate([flat[tokens] for tokens in ranges])
+                whole = torch.from_numpy(cut.reshape(shape))
+            fields[name] = whole
+        later: dict[str, Any] = {"cu_seqlens": positions.cu_seqlens.copy(), "device_positions": positions}
+        pieces = partial(_pieces, _SPANS[:2], self.image_spans, self.feature_spans, starts, stops)
+        later.update(dict.fromkeys(_SPANS[:2], pieces))
+        if self.audio_spans is not None and self.audio_feature_spans is not None:
+            fields |= _pieces(_SPANS[2:], self.audio_spans, self.audio_feature_spans, starts, stops)
+        world_size *= self.world_size
+        fields |= {"positions": positions, "shifted": True, "world_size": world_size, "_later": later}
+        return construct(Batch, keys=self.keys, patches=self.patches, grid_thw=self.grid_thw, **fields)
 
     def as_dict(
         self,
@@ -416,24 +456,29 @@ def _images(spans: Tensor, tokens: int) -> Tensor:
     return torch.where(inside, image, -1).to(torch.int32)
 
 
-def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+def _pieces(
+    names: tuple[str, str], spans: Tensor, features: Tensor, starts: IntArray, stops: IntArray
+) -> dict[str, Tensor]:
     """Intersect spans with ascending token ranges, and renumber the pieces as if the ranges were concatenated.
 
     Args:
+        names: names of the two results.
         spans: (spans, 2) first token and one past the last.
-        features: (spans,) feature row of the first token of each span.
+        features: (spans, 2) feature rows of each span.
         starts: (ranges,) first token of each range.
         stops: (ranges,) one past the last token of each range.
 
     Returns:
-        (pieces, 2) tokens in the concatenated ranges, and (pieces, 2) feature rows.
+        (pieces, 2) tokens in the concatenated ranges, and (pieces, 2) feature rows, by name.
     """
-    first = np.searchsorted(stops, spans[:, 0], side="right")
-    count = np.maximum(np.searchsorted(starts, spans[:, 1], side="left") - first, 0)
+    firsts, lasts = spans.numpy().T
+    first = np.searchsorted(stops, firsts, side="right")
+    count = np.maximum(np.searchsorted(starts, lasts, side="left") - first, 0)
     owner, piece = ragged_arange(count, first)
-    begin = np.maximum(starts[piece], spans[owner, 0])
-    lengths = np.minimum(stops[piece], spans[owner, 1]) - begin
+    begin = np.maximum(starts[piece], firsts[owner])
+    lengths = np.minimum(stops[piece], lasts[owner]) - begin
     before = (stops - starts).cumsum() - (stops - starts)
     token = before[piece] + begin - starts[piece]
-    feature = features[owner] + begin - spans[owner, 0]
-    return tuple(np.stack([value, value + lengths], axis=1) for value in (token, feature))  # type: ignore[return-value]
+    feature = features.numpy()[owner, 0] + begin - firsts[owner]
+    both = (np.stack([value, value + lengths], axis=1) for value in (token, feature))
+    return dict(zip(names, map(torch.from_numpy, both), strict=True))

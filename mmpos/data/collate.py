@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mmpos.data.batch import Batch
+from mmpos.data.batch import Batch, construct
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
-from mmpos.rotary.device import DevicePositions, row_length_of
 from mmpos.segments.kinds import AUDIO_TOKEN, PATCH
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
 from mmpos.support.ragged import true_runs
 
 __all__ = ["PackedCollator", "PaddedCollator"]
-
-T = TypeVar("T")
 
 Examples = Sequence[Example] | Sequence[Pack] | Pack
 
@@ -118,7 +115,6 @@ class _Arrays(NamedTuple):
     feature_spans: IntArray
     audio_spans: IntArray | None
     audio_feature_spans: IntArray | None
-    row_length: int  # number of tokens in every document if they are all equal, else 0
     scheme: str | None  # common scheme of all documents, if any
     fractional: bool
     pixels: bool  # whether any example has patches
@@ -147,50 +143,39 @@ def _collate(
     scheme = arrays.scheme
     if scheme is None:
         scheme = " + ".join(dict.fromkeys(example.sequence.positions.scheme for example in flattened))
-    tokens, table = arrays.input_ids.size, arrays.table.copy()
     arrays.table.setflags(write=False)
     arrays.documents.setflags(write=False)
+    positions = construct(
+        PositionTable,
+        table=arrays.table,
+        documents=arrays.documents,
+        num_tokens=arrays.input_ids.size,
+        fractional=arrays.fractional,
+        scheme=scheme,
+    )
     mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
     patches = _patches(flattened) if arrays.pixels else None
-    return _construct(
+    return construct(
         Batch,
         keys=tuple([example.key for example in flattened]),
-        positions=_construct(
-            PositionTable,
-            table=arrays.table,
-            documents=arrays.documents,
-            num_tokens=tokens,
-            fractional=arrays.fractional,
-            scheme=scheme,
-        ),
-        device_positions=_construct(
-            DevicePositions,
-            table=tensor(table),
-            num_tokens=tokens,
-            row_length=arrays.row_length,
-            fractional=arrays.fractional,
-        ),
+        positions=positions,
         input_ids=tensor(arrays.input_ids),
         labels=tensor(arrays.labels),
-        text_positions=tensor(arrays.text_positions),
-        cu_seqlens=tensor(arrays.cu_seqlens),
         attention_mask=None if mask is None else tensor(mask),
         patches=None if patches is None else tensor(patches),
-        grid_thw=tensor(arrays.grid_thw),
-        image_spans=tensor(arrays.image_spans),
-        feature_spans=tensor(arrays.feature_spans),
-        audio_spans=None if audio is None else tensor(audio),
-        audio_feature_spans=None if audio_rows is None else tensor(audio_rows),
         shifted=False,
         world_size=1,
+        audio_spans=None if audio is None else tensor(audio),
+        audio_feature_spans=None if audio_rows is None else tensor(audio_rows),
+        _later={
+            "device_positions": positions,
+            "text_positions": arrays.text_positions,
+            "cu_seqlens": arrays.cu_seqlens,
+            "grid_thw": arrays.grid_thw,
+            "image_spans": arrays.image_spans,
+            "feature_spans": arrays.feature_spans,
+        },
     )
-
-
-def _construct(cls: type[T], **fields: Any) -> T:
-    """Create an instance of a dataclass from all its fields, without the checks of ``__init__``."""
-    instance = object.__new__(cls)
-    vars(instance).update(fields)
-    return instance
 
 
 def _write(
@@ -235,7 +220,6 @@ def _write(
         _feature_rows(images),
         audio if len(audio) else None,
         _feature_rows(audio) if len(audio) else None,
-        row_length=row_length_of(positions),
         scheme=positions.scheme,
         fractional=positions.fractional,
         pixels=True,

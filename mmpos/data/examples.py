@@ -301,14 +301,14 @@ class Preprocess:
 
     def _example(self, document: Document, location: Location) -> Example:
         try:
-            with naming(_where(document, location)):
-                sequence = self.builder.build(document.parts)
+            sequence = self.builder.build(document.parts)
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
+            where = _where(document, location)
             if isinstance(error, UnsupportedError) and isinstance(self.builder, SequenceBuilder):
-                with naming(_where(document, location)):
+                with naming(where):
                     for i, part in enumerate(document.parts):
                         self.builder.check_components(f"parts[{i}]", part)
-            raise RecordError(str(error)) from error
+            raise RecordError(f"{where}: {error}") from error
         return Example(document.key, sequence, self._labels(document, sequence))
 
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:

@@ -32,8 +32,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
 """Fields of a batch with one value per token."""
 
-_COPIED = 32
-"""Mean tokens in a range above which ranges are copied one by one."""
+_COPIED = 32  # mean tokens in a range above which ranges are copied one by one
 
 _SPANS = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
 _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", *_SPANS)
@@ -47,10 +46,7 @@ def construct(cls: type[T], **fields: Any) -> T:
 
 
 class _WholeType(type):
-    """Metaclass whose name, printed in the error messages of other libraries, says what to do instead.
-
-    accelerate's dispatcher and torch's default_collate expect tensors, and print the type of any other argument.
-    """
+    """Metaclass that says what to do in the errors of accelerate's dispatcher, which print the type of an argument."""
 
     def __format__(cls, spec: str) -> str:
         remedy = "mmpos.data.RankLoader(DataLoader(dataset, batch_size=None)), which accelerate leaves unchanged"
@@ -59,10 +55,9 @@ class _WholeType(type):
 
 @dataclass(frozen=True, eq=False)
 class Batch(metaclass=_WholeType):
-    """Batch of documents, packed into one row or padded to rows of equal length; all values except pixels are integers.
+    """Batch of documents, packed into one row or padded to rows of equal length.
 
-    FSDP2's mixed precision, which casts floating-point tensors, does not affect positions: they are stored as a table
-    of integers, even if their ids are fractional.
+    All values except pixels are integers, which the casts of mixed precision do not change.
 
     Args:
         keys: record id of each document; the parts of a split document have the same key.
@@ -71,25 +66,21 @@ class Batch(metaclass=_WholeType):
         input_ids: (tokens,) packed or (batch, seq) padded, int64.
         labels: int64 with the shape of input_ids; IGNORE_INDEX for tokens that are not trained on, for padding, and for
             the first token of each document, which no token predicts.
-        text_positions: int32 with the shape of input_ids; index of each token in its document, as if all tokens were
-            text. The indices continue through padding after a document and are 0 for padding before it.
+        text_positions: int32 with the shape of input_ids; index of each token in its document. The indices continue
+            through padding after a document and are 0 for padding before it.
         cu_seqlens: (documents + 1,) int32 first token of each document, including padding, then the total.
         attention_mask: (batch, seq) int64, 0 on padding; None if packed.
         patches: (patches, patch_size, patch_size, 3) pixels of all images, or (patches, values) as returned by a
             model's processor; None without pixels.
         grid_thw: (images, 3) int64 frames, height, width after merging.
-        image_spans: (spans, 2) int64 first patch token of each image and one past the last, as columns of
-            ``positions.dense()`` and indices into ``input_ids.view(-1)``. An image with row separators, which are not
-            patches, has a span per row; a clip has one per run of patches between its audio; in a shard, each piece of
-            an image or a row has one.
+        image_spans: (spans, 2) int64 first patch token of each run of patches and one past the last, as indices into
+            ``input_ids.view(-1)``. Row separators, audio of clips and the cuts of shards divide images into runs.
         feature_spans: (spans, 2) int64 rows of the vision encoder's features for each span of image_spans; the encoder
             returns one row per token of grid_thw.
         shifted: whether each label is at the token that predicts it; see ``shift_labels``.
         world_size: number of context-parallel ranks that share the batch; 1 for a whole batch.
-        audio_spans: (spans, 2) int64 first token of each run of audio and one past the last, including audio inside
-            clips; None without audio.
-        audio_feature_spans: (spans, 2) int64 rows of the audio encoder's features for each span of audio_spans, with
-            all audio of the batch in token order; None without audio.
+        audio_spans: like image_spans, for audio, including that inside clips; None without audio.
+        audio_feature_spans: (spans, 2) int64 rows of the audio encoder's features for each span of audio_spans.
     """
 
     keys: tuple[str, ...]
@@ -111,15 +102,13 @@ class Batch(metaclass=_WholeType):
 
     def __post_init__(self) -> None:
         shape = tuple(self.input_ids.shape)
-        if self.input_ids.numel() != self.positions.num_tokens:
-            got, want = self.input_ids.numel(), self.positions.num_tokens
+        if (got := self.input_ids.numel()) != self.positions.num_tokens:
+            want = self.positions.num_tokens
             raise InvalidInputError(f"input_ids: got {counted(got, 'token')}, want {want} as in positions")
         for name in _PER_TOKEN:
-            tensor = getattr(self, name)
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise InvalidInputError(
-                    f"{name}: got shape {tuple(tensor.shape)}, want {shape}, the shape of input_ids"
-                )
+            if (tensor := getattr(self, name)) is not None and tuple(tensor.shape) != shape:
+                of = f"{tuple(tensor.shape)}, want {shape}, the shape of input_ids"
+                raise InvalidInputError(f"{name}: got shape {of}")
         for spans, features in (_SPANS[:2], _SPANS[2:]):
             want, got = (0 if (tensor := getattr(self, name)) is None else len(tensor) for name in (spans, features))
             if got != want:
@@ -128,10 +117,7 @@ class Batch(metaclass=_WholeType):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Make a field of a batch from ``construct`` when it is first read.
-
-            ``_later`` has for each such field an array, a PositionTable, or a callable that returns fields by name.
-            """
+            """Make a field when it is first read, from an array, a PositionTable, or a callable that returns fields."""
             later = vars(self).get("_later", {})
             if name not in later:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -170,8 +156,7 @@ class Batch(metaclass=_WholeType):
 
         Args:
             dtype: int32 (default), int64 or float64; fractional schemes support only float64.
-            text_row: whether to prepend text_positions as a row. For schemes with three axes, Transformers expects [4,
-                batch, seq] and uses the first of the four rows to find the documents in a packed row.
+            text_row: whether to prepend text_positions as a row, in which Transformers finds the documents of a pack.
 
         Returns:
             (axes, tokens) or (axes, batch, seq); with text_row, axes + 1 rows.
@@ -193,16 +178,13 @@ class Batch(metaclass=_WholeType):
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
         """Return the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal within each document.
 
-        Padding tokens attend to nothing and are not attended to. flex_attention returns zeros for their fully masked
-        rows, where a plain softmax would return NaN.
+        Padding tokens attend to nothing and are not attended to; flex_attention returns zeros for them.
 
         Args:
-            bidirectional_images: whether all tokens from the first to the last patch of an image attend to one another,
-                including row separators and the audio of a clip.
+            bidirectional_images: whether all tokens from the first to the last patch of an image attend to one another.
 
         Returns:
-            a function on the batch's device, for B = 1 and Q = KV = tokens if the batch is packed, else for
-            B = documents and Q = KV = length.
+            a function for B = 1 and Q = KV = tokens if the batch is packed, else B = documents and Q = KV = length.
 
         Raises:
             UnsupportedError: the batch is a context-parallel shard, whose tokens also attend to those of other ranks.
@@ -231,18 +213,13 @@ class Batch(metaclass=_WholeType):
         """Return indices to scatter image features: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
 
         Returns:
-            (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the feature row of each; on a GPU, this
-            synchronizes with the device.
+            (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the feature row of each. This synchronizes
+            with a GPU.
         """
         return _indexed(self.image_spans, self.feature_spans)
 
     def audio_tokens(self) -> tuple[Tensor, Tensor]:
-        """Return indices to scatter audio features, like ``image_tokens``; both are empty without audio.
-
-        Returns:
-            (audio tokens,) int64 indices into ``input_ids.view(-1)``, and the feature row of each; on a GPU, this
-            synchronizes with the device.
-        """
+        """Return indices to scatter audio features, like ``image_tokens``; both are empty without audio."""
         if self.audio_spans is None or self.audio_feature_spans is None:
             none = torch.empty(0, dtype=torch.int64, device=self.device)
             return none, none
@@ -259,8 +236,8 @@ class Batch(metaclass=_WholeType):
     def shift_labels(self) -> Batch:
         """Move each label one position to the left in its document, to the token that predicts it; idempotent.
 
-        A model that computes its own loss expects unshifted labels and shifts them itself. It cannot do so in a shard,
-        where adjacent tokens may be on other ranks; for a shard, compare logits and shifted labels token by token.
+        A model that computes its own loss shifts labels itself. It cannot do so in a shard, where adjacent tokens may
+        be on other ranks; for a shard, compare logits and shifted labels token by token.
         """
         if self.shifted:
             return self
@@ -273,24 +250,21 @@ class Batch(metaclass=_WholeType):
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> Batch:
         """Return the tokens of a context-parallel rank; labels are shifted first.
 
-        Patches and grid_thw stay whole, since an image may span several ranks; feature_spans and audio_feature_spans
-        give the feature rows of the tokens in the shard. cu_seqlens counts the tokens in the shard. Call this on the
-        host, before ``to``.
+        Patches and grid_thw stay whole, since an image may span several ranks. cu_seqlens counts the tokens in the
+        shard. Call this on the host, before ``to``.
 
         Args:
             rank: 0 to world_size − 1.
             world_size: number C of context-parallel ranks.
-            layout: "zigzag" or "contiguous"; for a packed batch, also "zigzag-sequence" or "contiguous-sequence"; see
-                PositionTable.shard.
+            layout: as in PositionTable.shard; a padded batch takes only "zigzag" and "contiguous".
 
         Raises:
             InvalidInputError: the length of a document is not a multiple of 2C (zigzag) or C; collate with multiple_of.
             UnsupportedError: a "…-sequence" layout for a padded batch, whose rows it would cut apart.
         """
         if str(layout).endswith("sequence") and not self.packed:
-            raise UnsupportedError(
-                f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row"
-            )
+            want = "'zigzag' or 'contiguous', row by row"
+            raise UnsupportedError(f"layout: got {layout!r} for a padded batch, want {want}")
         if not self.input_ids.is_cpu:
             return self.to("cpu").shard(rank, world_size, layout).to(self.device)
         positions = self.positions.shard(rank, world_size, layout)
@@ -321,11 +295,7 @@ class Batch(metaclass=_WholeType):
         return construct(Batch, keys=self.keys, patches=self.patches, grid_thw=self.grid_thw, **fields)
 
     def as_dict(
-        self,
-        positions: Literal["ids", "table"] = "ids",
-        *,
-        text_row: bool = False,
-        batched: bool = False,
+        self, positions: Literal["ids", "table"] = "ids", *, text_row: bool = False, batched: bool = False
     ) -> dict[str, Any]:
         """Return the batch as keyword arguments for a model or a trainer, without fields that are None.
 
@@ -341,19 +311,16 @@ class Batch(metaclass=_WholeType):
 
         Raises:
             InvalidInputError: positions is neither "ids" nor "table".
-            UnsupportedError: text_row or batched with patches, which Transformers models would ignore (see
-                ModelCollator); or position_ids of a fractional scheme, which mixed precision would round. The returned
-                arguments raise this error later if accelerate's dispatcher is about to split them across ranks; see
-                RankLoader.
+            UnsupportedError: text_row or batched with patches, which Transformers models would ignore; or position_ids
+                of a fractional scheme, which mixed precision would round.
         """
         one_of("positions", positions, ("ids", "table"))
         options = {"text_row": boolean("text_row", text_row), "batched": boolean("batched", batched)}
         if self.patches is not None and any(options.values()):
             name = next(name for name, value in options.items() if value)
-            raise UnsupportedError(
-                f"{name}: got True for a batch with patches, which a Transformers model would ignore, want "
-                "ModelCollator(settings)(batch), or neither text_row nor batched for your own model"
-            )
+            want = "ModelCollator(settings)(batch), or neither text_row nor batched for your own model"
+            got = "True for a batch with patches, which a Transformers model would ignore"
+            raise UnsupportedError(f"{name}: got {got}, want {want}")
         arguments = {"input_ids": self.input_ids, "labels": self.labels}
         if self.shifted:
             arguments["shift_labels"] = self.labels
@@ -372,11 +339,7 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Raise an error: Trainer expects a mapping of arguments, not a batch; iterating over a batch also calls this.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise UnsupportedError: Trainer expects a mapping of arguments; iterating over a batch also calls this."""
         raise UnsupportedError(
             "batch: got a Batch instead of the arguments of a model, want ModelCollator(settings) as data_collator "
             "of Trainer, or ModelCollator(settings)(batch)"
@@ -389,8 +352,7 @@ class Batch(metaclass=_WholeType):
         return replace(self, **{name: move(value) for name in names if (value := getattr(self, name)) is not None})
 
     def __repr__(self) -> str:
-        kind = "packed" if self.packed else "padded"
-        positions = self.positions
+        kind, positions = "packed" if self.packed else "padded", self.positions
         documents, tokens = counted(positions.num_documents, "document"), counted(positions.num_tokens, "token")
         images = counted(len(self.grid_thw), "image")
         return f"Batch({kind}, {documents}, {tokens}, {images}, fill={self.fill:.3f}, device={self.device})"
@@ -399,8 +361,7 @@ class Batch(metaclass=_WholeType):
 class ModelArguments(dict[str, Any]):
     """Model arguments that refuse to be split across ranks.
 
-    accelerate's dispatcher creates a mapping of this class from descriptions of the tensors, and then cuts each tensor
-    to the number of rows of the first, including cu_seqlens and patches.
+    accelerate's dispatcher would cut each tensor to the number of rows of the first, including cu_seqlens and patches.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -413,13 +374,7 @@ class ModelArguments(dict[str, Any]):
 
 
 def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
-    """Merge row spans into (images, 2) spans from the first patch to one past the last; not valid for shards.
-
-    Args:
-        image_spans: (spans, 2) spans of images, or of their rows if the rows end in separators.
-        feature_spans: (spans, 2) feature rows of each span, as in Batch.
-        grid_thw: (images, 3) frames, height, width after merging.
-    """
+    """Merge the spans of each image of a whole batch into (images, 2) first patch and one past the last."""
     images = len(grid_thw)
     if len(image_spans) == images:
         return image_spans

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,10 +30,9 @@ class PackedCollator:
     """Collator that concatenates documents into one row; a picklable collate_fn for DataLoader.
 
     Args:
-        multiple_of: multiple to which the length of every document is padded; the padding counts as part of the
-            document in cu_seqlens; 2 * world_size for zigzag context parallelism.
-        length: number of tokens in every batch, for static shapes; the remaining tokens form one more document of
-            padding. None adds no padding.
+        multiple_of: multiple to which the length of every document is padded, as part of the document in cu_seqlens;
+            2 * world_size for zigzag context parallelism.
+        length: number of tokens in every batch, for static shapes, filled with one document of padding; None for any.
         pad_token_id: value of input_ids on padding.
     """
 
@@ -50,9 +49,9 @@ class PackedCollator:
         Raises:
             InvalidInputError: an example is incompatible with the first, or the batch exceeds length.
         """
-        return _collate(examples, self, None, self._sizes)
+        return _collate(examples, self, None)
 
-    def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
         """Return the padded size of every document, and the size of the padding after the last."""
         sizes = [-(-example.num_tokens // self.multiple_of) * self.multiple_of for example in examples]
         tokens = sum(sizes)
@@ -69,7 +68,7 @@ class PaddedCollator:
     Args:
         side: side of the padding, "right" or "left".
         multiple_of: multiple to which the length is rounded up.
-        length: number of tokens in every row, for static shapes; None uses the length of the longest document.
+        length: number of tokens in every row; None uses the length of the longest document.
         pad_token_id: value of input_ids on padding.
     """
 
@@ -88,9 +87,9 @@ class PaddedCollator:
         Raises:
             InvalidInputError: an example is incompatible with the first, or longer than length.
         """
-        return _collate(examples, self, self.side, self._sizes)
+        return _collate(examples, self, self.side)
 
-    def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
         """Return the size of every row, and 0 because no padding follows the last row."""
         lengths = [example.num_tokens for example in examples]
         seq = -(-max(lengths) // self.multiple_of) * self.multiple_of if self.length is None else self.length
@@ -126,23 +125,19 @@ _READ = (
 )
 """Attributes that the C extension reads from an example, its sequence and its positions."""
 
+_LATER = ("text_positions", "cu_seqlens", "grid_thw", "image_spans", "feature_spans")
+"""Fields of a batch that are made when they are first read."""
+
 _MAKE = (np.empty, np.dtype(np.int64), np.dtype(np.int32))
 
 
-def _collate(
-    examples: Examples,
-    collator: PackedCollator | PaddedCollator,
-    side: Side | None,
-    sizes: Callable[[Sequence[Example]], tuple[list[int], int]],
-) -> Batch:
+def _collate(examples: Examples, collator: PackedCollator | PaddedCollator, side: Side | None) -> Batch:
     """Collate examples into rows padded on a side, or into one packed row if side is None."""
     flattened, core, tensor = _flatten(examples), native.core, torch.from_numpy
     layout = (collator.multiple_of, collator.length, collator.pad_token_id, side)
     fields = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
-    arrays = _Arrays._make(fields or _write(flattened, sizes, side, collator.pad_token_id))
-    scheme = arrays.scheme
-    if scheme is None:
-        scheme = " + ".join(dict.fromkeys(example.sequence.positions.scheme for example in flattened))
+    arrays = _Arrays._make(fields or _write(flattened, collator, side))
+    schemes = dict.fromkeys(example.sequence.positions.scheme for example in flattened) if not arrays.scheme else {}
     arrays.table.setflags(write=False)
     arrays.documents.setflags(write=False)
     positions = construct(
@@ -151,10 +146,11 @@ def _collate(
         documents=arrays.documents,
         num_tokens=arrays.input_ids.size,
         fractional=arrays.fractional,
-        scheme=scheme,
+        scheme=arrays.scheme or " + ".join(schemes),
     )
     mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
     patches = _patches(flattened) if arrays.pixels else None
+    later = {name: getattr(arrays, name) for name in _LATER}
     return construct(
         Batch,
         keys=tuple([example.key for example in flattened]),
@@ -167,32 +163,20 @@ def _collate(
         world_size=1,
         audio_spans=None if audio is None else tensor(audio),
         audio_feature_spans=None if audio_rows is None else tensor(audio_rows),
-        _later={
-            "device_positions": positions,
-            "text_positions": arrays.text_positions,
-            "cu_seqlens": arrays.cu_seqlens,
-            "grid_thw": arrays.grid_thw,
-            "image_spans": arrays.image_spans,
-            "feature_spans": arrays.feature_spans,
-        },
+        _later={"device_positions": positions, **later},
     )
 
 
-def _write(
-    examples: Sequence[Example],
-    sizes_of: Callable[[Sequence[Example]], tuple[list[int], int]],
-    side: Side | None,
-    pad_token_id: int,
-) -> _Arrays:
+def _write(examples: Sequence[Example], collator: PackedCollator | PaddedCollator, side: Side | None) -> _Arrays:
     """Write the arrays document by document, as the C extension does; raise if the examples do not fit."""
     _check_fit(examples)
-    sizes, rest = sizes_of(examples)
+    sizes, rest = collator.sizes(examples)
     positions = PositionTable.concatenate([example.sequence.positions for example in examples])
     positions = positions.pad(sizes, side or "right")
     if rest:
         positions = PositionTable.concatenate([positions, positions.window([0], [0], [0]).pad(rest)])
     tokens = positions.num_tokens
-    input_ids, labels = np.full(tokens, pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
+    input_ids, labels = np.full(tokens, collator.pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
     text_positions, attention_mask = np.zeros(tokens, np.int32), np.zeros(tokens, np.int64)
     types, image_starts = np.zeros(tokens, np.uint8), []
     stop = 0
@@ -257,11 +241,9 @@ def _check_fit(examples: Sequence[Example]) -> None:
     for i, example in enumerate(examples):
         if not example.num_tokens:
             raise InvalidInputError(f"{_name(examples, i)}: got no tokens, want at least one")
-        if example.sequence.positions.axes != axes:
-            got = example.sequence.positions.axes
-            raise InvalidInputError(
-                f"{_name(examples, i)}: positions: got {counted(got, 'axis')}, want {axes} as in the first"
-            )
+        if (got := example.sequence.positions.axes) != axes:
+            want = f"{axes} as in the first"
+            raise InvalidInputError(f"{_name(examples, i)}: positions: got {counted(got, 'axis')}, want {want}")
 
 
 def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
@@ -271,9 +253,8 @@ def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
     for (i, _), kind in zip(numbered, kinds, strict=True):
         if kind != kinds[0]:
             got, want = (("no pixels" if k is None else " ".join(map(str, k))) for k in (kind, kinds[0]))
-            raise InvalidInputError(
-                f"{_name(examples, i)}: patches: got {got}, want {want} as in examples[{numbered[0][0]}]"
-            )
+            want += f" as in examples[{numbered[0][0]}]"
+            raise InvalidInputError(f"{_name(examples, i)}: patches: got {got}, want {want}")
     arrays = [patches for _, patches in numbered if patches is not None]
     return np.concatenate(arrays) if arrays else None
 

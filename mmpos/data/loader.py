@@ -17,7 +17,7 @@ from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, SkipLimit, skips_images
 from mmpos.data.readers.base import Reader
-from mmpos.data.stream import BatchStream, Draws, Feed, Share, Split, SplitBy, Stages, StreamState
+from mmpos.data.stream import BatchStream, Draws, Feed, Split, SplitBy, StreamState
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, integer, one_of
@@ -38,13 +38,7 @@ _VERSION = 1
 
 
 class DatasetState(StreamState):
-    """JSON-compatible state of a BatchDataset.
-
-    Args:
-        version: version of the state.
-        epoch: current epoch.
-        of: arguments that the state depends on.
-    """
+    """JSON-compatible state of a BatchDataset, with its version, the epoch and the arguments that it depends on."""
 
     version: int
     epoch: int
@@ -108,7 +102,8 @@ class BatchDataset(IterableDataset[_Item]):
         one_of("split", split, get_args(SplitBy))
         if batching.pending:
             raise InvalidInputError(f"batching: got {len(batching.pending)} pending examples, want an empty one")
-        self._stages = Stages(batching, collate, integer("threads", threads, minimum=0))
+        self._batching, self._collate = batching, collate
+        self._threads = integer("threads", threads, minimum=0)
         self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
         self._folder = None if quarantine is None else local_path("quarantine", quarantine)
         self._on_error: OnError = on_error
@@ -121,8 +116,7 @@ class BatchDataset(IterableDataset[_Item]):
         # The assumption of a single rank is checked again when iteration starts.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
-        # These are in shared memory so that persistent workers see the next epoch, and this process sees that workers
-        # exist.
+        # In shared memory, so that persistent workers see the next epoch, and this process sees that workers exist.
         self._epoch = torch.tensor(0).share_memory_()
         self._chosen = torch.tensor(False).share_memory_()
         self._in_workers = torch.tensor(False).share_memory_()
@@ -150,20 +144,17 @@ class BatchDataset(IterableDataset[_Item]):
             num_workers: number of workers of the DataLoader.
 
         Returns:
-            the number of batches; None if sizes are unknown, if ``batching`` splits or truncates texts, or if records
-            or images may be skipped.
+            the number; None if sizes are unknown, ``batching`` cuts texts, or records or images may be skipped.
         """
-        batching, workers = self._stages.batching, max(num_workers, 1)
-        lengths = [[_lengths(shard, batching) for shard in corpus.shards] for corpus in self._corpora]
+        lengths = [[_lengths(shard, self._batching) for shard in corpus.shards] for corpus in self._corpora]
         unknown = any(shard is None for corpus in lengths for shard in corpus)
         if unknown or self._on_error != "raise" or self._skips_images or self._draws.stop is None:
             return None
         corpora = [Corpus(tuple(map(_Sizes, corpus)), _Sizes.example) for corpus in lengths]  # type: ignore[arg-type]
-        count, quarantine = 0, Quarantine("raise", None, SkipLimit())
+        count, workers = 0, max(num_workers, 1)
         for worker in range(workers):
-            split = replace(self._split, worker=worker, num_workers=workers)
-            shares = self._shares(corpora, split, self.epoch, [quarantine] * len(corpora))
-            count += sum(1 for _ in BatchStream(shares, Stages(batching), self._draws))
+            feeds = self._feeds(corpora, replace(self._split, worker=worker, num_workers=workers), self.epoch)
+            count += sum(1 for _ in BatchStream(feeds, self._batching, draws=self._draws))
         return count
 
     @property
@@ -171,13 +162,12 @@ class BatchDataset(IterableDataset[_Item]):
         """None, since all shuffling follows from the seed; accelerate reads it before splitting a dataset across ranks.
 
         Raises:
-            UnsupportedError: the dataset is already split across ranks; splitting it again would lose batches.
+            UnsupportedError: the dataset is already split across ranks.
         """
         if self._split.world_size > 1:
-            raise UnsupportedError(
-                f"generator: got a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate "
-                "is about to split across ranks again; load it through mmpos.data.RankLoader"
-            )
+            got = f"a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate"
+            want = "load it through mmpos.data.RankLoader"
+            raise UnsupportedError(f"generator: got {got} is about to split across ranks again; {want}")
 
     def __iter__(self) -> Iterator[_Item]:
         """Iterate over the batches of an epoch, from its start or from the state that was loaded."""
@@ -187,18 +177,10 @@ class BatchDataset(IterableDataset[_Item]):
             self._check(self._state)  # checked again, since the state may have been loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         split, epoch = self._worker_split(), self._streamed
-        name = f"rank{split.rank}-worker{split.worker}.jsonl"
-        lines = None if self._folder is None else QuarantineFile(self._folder / name)
-        counts = {} if self._state is None else self._state["counts"]
-        read = [
-            [counts.get(f"{what}/{name}".rstrip("/"), 0) for what in ("records", "skipped")]
-            for name in self._draws.names
-        ]
-        limits = [SkipLimit(self._max_skipped, *numbers) for numbers in read]
-        quarantines = [Quarantine(self._on_error, lines, limit, {"epoch": epoch}) for limit in limits]
-        shares = self._shares(self._corpora, split, epoch, quarantines)
-        self._stream, self._state = BatchStream(shares, self._stages, self._draws, self._state), None
-        return self._stream
+        feeds = self._feeds(self._corpora, split, epoch, {} if self._state is None else self._state["counts"])
+        options: dict[str, Any] = {"threads": self._threads, "draws": self._draws, "state": self._state}
+        self._stream, self._state = BatchStream(feeds, self._batching, self._collate, **options), None
+        return iter(self._stream)
 
     def state_dict(self) -> DatasetState:
         """Return the JSON-compatible state of the latest iterator: a few integers per pending example, no pixels.
@@ -207,9 +189,8 @@ class BatchDataset(IterableDataset[_Item]):
             UnsupportedError: workers read the dataset; use the state of the DataLoader instead.
         """
         if self._in_workers and get_worker_info() is None:
-            raise UnsupportedError(
-                "state_dict: got a dataset that workers read, want the state_dict of torchdata's StatefulDataLoader"
-            )
+            want = "the state_dict of torchdata's StatefulDataLoader"
+            raise UnsupportedError(f"state_dict: got a dataset that workers read, want {want}")
         if self._state is not None:
             return self._state.copy()
         if self._stream is None:
@@ -249,12 +230,9 @@ class BatchDataset(IterableDataset[_Item]):
         return {**self.__dict__, "_stream": None}
 
     def _worker_split(self) -> Split:
-        """Return the split of this worker."""
         if self._guessed and _distributed() and torch.distributed.get_world_size() > 1:
-            raise InvalidInputError(
-                "rank: got a dataset created before torch.distributed was initialised, want it created after, or with "
-                "rank and world_size"
-            )
+            got = "a dataset created before torch.distributed was initialised"
+            raise InvalidInputError(f"rank: got {got}, want it created after, or with rank and world_size")
         info = get_worker_info()
         if info is None:
             return self._split
@@ -272,15 +250,20 @@ class BatchDataset(IterableDataset[_Item]):
         """Check shards and preprocess, and return the corpora in the order of the names of _draws."""
         return (Corpus.of("", shards, preprocess),)
 
-    def _shares(
-        self, corpora: Sequence[Corpus], split: Split, epoch: int, quarantines: Sequence[Quarantine]
-    ) -> list[Share]:
-        """Return one consumer's share of each corpus."""
-        seed, shares = (self._seed, epoch), []
-        for i, (corpus, quarantine) in enumerate(zip(corpora, quarantines, strict=True)):
-            feed = Feed(corpus.shards, split, self._shuffle, seed, i)
-            shares.append(Share(feed, corpus.preprocess, quarantine))
-        return shares
+    def _feeds(
+        self, corpora: Sequence[Corpus], split: Split, epoch: int, counts: Mapping[str, int] | None = None
+    ) -> list[Feed]:
+        """Return one consumer's records of each corpus; without counts, a record that cannot be used is an error."""
+        path = self._folder and self._folder / f"rank{split.rank}-worker{split.worker}.jsonl"
+        lines = QuarantineFile(path) if path and counts is not None else None
+        feeds = []
+        for i, corpus in enumerate(corpora):
+            name = self._draws.names[i]
+            read = [(counts or {}).get(f"{what}/{name}" if name else what, 0) for what in ("records", "skipped")]
+            quarantine = Quarantine(self._on_error, lines, SkipLimit(self._max_skipped, *read), {"epoch": epoch})
+            feed = Feed(corpus.shards, corpus.preprocess, quarantine, split, self._shuffle, (self._seed, epoch), i)
+            feeds.append(feed)
+        return feeds
 
     def _identity(self) -> dict[str, object]:
         """Return the arguments that a state depends on."""
@@ -292,7 +275,7 @@ class BatchDataset(IterableDataset[_Item]):
             "consumer": f"{split.consumer} of {split.consumers} by {split.by}",
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "batching": {name: value for name, value in vars(self._stages.batching).items() if name[0] != "_"},
+            "batching": {name: value for name, value in vars(self._batching).items() if name[0] != "_"},
         }
 
 
@@ -333,11 +316,7 @@ def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Reader of stand-in records with known sizes.
-
-    Args:
-        lengths: (records,) tokens of each record.
-    """
+    """Reader of stand-in records with known (records,) numbers of tokens."""
 
     lengths: IntArray
     source: str = "sizes"

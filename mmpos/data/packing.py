@@ -15,38 +15,20 @@ from mmpos.data.examples import Example, RecordError
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import boolean, first_bad, int_array, integer, one_of
 
-__all__ = [
-    "Batcher",
-    "Batching",
-    "Group",
-    "Overlong",
-    "Pack",
-    "PackCounts",
-    "Packer",
-    "first_fit_decreasing",
-]
+__all__ = ["Batcher", "Batching", "Group", "Overlong", "Pack", "PackCounts", "Packer", "first_fit_decreasing"]
 
 Overlong = Literal["raise", "truncate", "drop"]
 
 MIN_PIECE = 32
-"""Minimum number of tokens on either side of a cut that fills a pack; documents longer than a pack are cut where
-necessary.
-"""
+"""Minimum number of tokens on either side of a cut that fills a pack."""
 
 HELD_PACKS = 16
-"""Maximum number of tokens that a Packer holds, in packs; a larger value fills packs better but needs more memory,
-mostly for pixels.
-"""
+"""Maximum number of tokens that a Packer holds, in packs; more would fill packs better but need more memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Examples that become one packed batch.
-
-    Args:
-        examples: examples in the order of the batch; at least one.
-        max_tokens: capacity in tokens.
-    """
+    """Examples, at least one, that become one packed batch, and its capacity in tokens."""
 
     examples: tuple[Example, ...]
     max_tokens: int
@@ -94,21 +76,20 @@ class Packer:
     """Packer for a stream of examples; it buffers examples and combines those that fill a pack best.
 
     A pack starts with the oldest example, so that none waits forever, and continues with the longest ones that still
-    fit. With split_text, the remaining space is filled with the head of a document, cut between two text tokens; the
-    rest of the document becomes another example that keeps its position ids.
+    fit. With split_text, the remaining space is filled with the head of a document; the rest of the document becomes
+    another example that keeps its position ids.
 
-    To resume, add the ``pending`` examples of a Packer, in order, to a new Packer with the same arguments. This returns
-    no packs, and the new Packer continues exactly as the old one would; only its counts restart.
+    To resume, add the ``pending`` examples of a Packer, in order, to a new Packer with the same arguments; see
+    Batching. Only its counts restart.
 
     Args:
         max_tokens: maximum number of tokens in a pack.
-        buffer: maximum number of examples held between calls; together they have at most HELD_PACKS times max_tokens
-            tokens.
+        buffer: maximum number of examples held between calls, with at most HELD_PACKS times max_tokens tokens.
         split_text: whether documents may be cut between text tokens; images and audio with their markers stay whole.
         multiple_of: multiple to which the size of each document is rounded up; see PackedCollator.
-        overlong: policy for examples that do not fit: those longer than max_tokens, or, with split_text, those with an
-            image or audio longer than max_tokens. "raise" raises a RecordError; "truncate" cuts before the part that
-            does not fit; "drop" drops the example. The last two are counted.
+        overlong: policy for examples longer than max_tokens, or, with split_text, with an image or audio longer than
+            max_tokens. "raise" raises a RecordError; "truncate" cuts before the part that does not fit; "drop" drops
+            the example. The last two are counted.
     """
 
     def __init__(
@@ -149,7 +130,7 @@ class Packer:
         """
         if not isinstance(example, Example):
             raise InvalidInputError(f"example: got {type(example).__name__}, want an Example")
-        admitted = self._admit(example)
+        admitted = example if 0 < example.num_tokens <= self.max_tokens else self._admit(example)
         if admitted is None:
             return []
         self._hold(self._arrived, admitted)
@@ -167,21 +148,23 @@ class Packer:
         return packs
 
     def _pack(self) -> Pack:
-        first = next(iter(self._held))
-        fits = self._sizes[first] <= self.max_tokens
-        chosen = [self._release(first) if fits else self._split(first, _last_cut(self._held[first], self.max_tokens))]
-        gap = self.max_tokens - self._size(chosen[0])
+        first, gap, chosen = next(iter(self._held)), self.max_tokens, list[Example]()
+        if self._sizes[first] > gap:
+            chosen.append(self._split(first, _last_cut(self._held[first], gap)))
+            gap -= self._size(chosen[0])
         # One pass from the longest example, oldest first among equals, is enough, since the gap only shrinks.
-        for number, size in sorted(self._sizes.items(), key=itemgetter(1), reverse=True):
-            if size <= gap:
-                chosen.append(self._release(number))
+        longest = sorted(self._sizes.items(), key=itemgetter(1), reverse=True)
+        for number, size in [(first, self._sizes[first]), *longest]:
+            if size <= gap and number in self._held:
+                chosen.append(self._held.pop(number))
+                del self._sizes[number]
                 gap -= size
         while self.split_text and gap >= MIN_PIECE and (cut := self._best_cut(gap)):
             chosen.append(self._split(*cut))
             gap -= self._size(chosen[-1])
-        pack = Pack(tuple(chosen), self.max_tokens)
-        self._counts.update(packs=1, tokens=pack.num_tokens, capacity=self.max_tokens)
-        return pack
+        tokens = sum([example.num_tokens for example in chosen])
+        self._counts.update(packs=1, tokens=tokens, capacity=self.max_tokens)
+        return Pack(tuple(chosen), self.max_tokens)
 
     def _best_cut(self, gap: int) -> tuple[int, int] | None:
         """Find the example whose head fills most of the gap, the oldest among equals, and where to cut it."""
@@ -204,20 +187,14 @@ class Packer:
     def _hold(self, number: int, example: Example) -> None:
         self._held[number], self._sizes[number] = example, self._size(example)
 
-    def _release(self, number: int) -> Example:
-        del self._sizes[number]
-        return self._held.pop(number)
-
     def _size(self, example: Example) -> int:
         return -(-example.num_tokens // self.multiple_of) * self.multiple_of
 
     def _admit(self, example: Example) -> Example | None:
-        """Return the example, the part of it that can be packed, or None if it is dropped."""
+        """Return an example that is too long, the part of it that can be packed, or None if it is dropped."""
         tokens = example.num_tokens
         if not tokens:
             raise RecordError(f"{example.key}: tokens: got none, want at least one")
-        if tokens <= self.max_tokens:
-            return example
         keep = _last_cut(example, self.max_tokens)
         fault = f"tokens: got {tokens}, want at most {self.max_tokens}"
         if self.split_text:
@@ -268,12 +245,7 @@ class Batching(Protocol):
 
 
 class Batcher:
-    """Batcher that groups a fixed number of examples at a time, in order of arrival.
-
-    Args:
-        batch_size: number of examples in a batch.
-        max_tokens: maximum number of tokens in an example; None accepts any.
-    """
+    """Batcher of a fixed number of examples in order of arrival, each of at most max_tokens tokens, if given."""
 
     def __init__(self, batch_size: int, *, max_tokens: int | None = None) -> None:
         self.batch_size = integer("batch_size", batch_size, minimum=1)

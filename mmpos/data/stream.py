@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import count, islice, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -20,24 +20,7 @@ from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import IntArray, integer, one_of
 
-__all__ = [
-    "START",
-    "BatchStream",
-    "Bookmark",
-    "Collate",
-    "Draws",
-    "Entry",
-    "Feed",
-    "Item",
-    "Origin",
-    "Portion",
-    "Share",
-    "Split",
-    "SplitBy",
-    "Stages",
-    "Stop",
-    "StreamState",
-]
+__all__ = ["START", "BatchStream", "Bookmark", "Draws", "Feed", "Item", "Origin", "Portion", "Split", "SplitBy", "Stop"]
 
 SplitBy = Literal["auto", "shards", "records"]
 
@@ -49,13 +32,7 @@ _BLOCK = 1024  # draws made at once
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Records of a shard that one consumer reads: every ``step``-th record, starting at ``first``.
-
-    Args:
-        shard: index of the shard in the order of the epoch.
-        first: index of the first record.
-        step: difference between the indices of consecutive records.
-    """
+    """Records of a shard, given by its place, that one consumer reads: every ``step``-th, starting at ``first``."""
 
     shard: int
     first: int = 0
@@ -77,8 +54,7 @@ class Split:
         worker: 0 to num_workers − 1.
         num_workers: number of workers per rank, the same for all ranks; 1 if a rank loads in its own process.
         by: "shards" assigns whole shards to consumers; "records" assigns records of every shard in turn, so that record
-            counts differ by at most one per shard, but every consumer reads through all shards; "auto" means "shards"
-            if there are at least as many shards as consumers, else "records".
+            counts differ by at most one per shard; "auto" means "shards" if there are at least as many as consumers.
 
     Raises:
         InvalidInputError: a number is out of range, or by is invalid.
@@ -110,8 +86,7 @@ class Split:
     def portions(self, num_shards: int, cycle: int = 0) -> list[Portion]:
         """Return the portions that this consumer reads if there are this many shards.
 
-        In each cycle over the shards, consumers read the portions of the next consumer, so that all of them have
-        records in turn even if there are fewer records than consumers.
+        In each cycle, consumers read the portions of the next one, so that all of them receive records of few.
         """
         consumers = self.world_size * self.num_workers
         consumer = (self.worker * self.world_size + self.rank + cycle) % consumers
@@ -159,14 +134,7 @@ START = Bookmark()
 
 
 class Entry(NamedTuple):
-    """Record of an epoch, with the point after it.
-
-    Args:
-        origin: identity of the record, used to read it again.
-        location: shard and index, for error messages.
-        raw: the record, or its error.
-        after: bookmark after the record.
-    """
+    """Record of an epoch, or its error, with its identity and the point after it."""
 
     origin: Origin
     location: Location
@@ -178,11 +146,13 @@ class Entry(NamedTuple):
 class Feed:
     """Records of one corpus that one consumer reads in one epoch, over and over.
 
-    The concatenated records of its portions are cut into windows, and each window is shuffled. The current window is
-    held in memory, undecoded; its start and the number of finished records are the entire state.
+    The concatenated records of its portions are cut into windows, and each window is shuffled. The start of the current
+    window, which is held in memory, undecoded, and the number of finished records are the entire state.
 
     Args:
         readers: readers of the shards.
+        preprocess: converts a raw record and its location to an example.
+        quarantine: policy for unusable records.
         split: the consumer.
         shuffle: 0 keeps the order; n shuffles the shards, and the records in windows of n.
         seed: seed and epoch.
@@ -190,6 +160,8 @@ class Feed:
     """
 
     readers: tuple[Reader, ...]
+    preprocess: MakeExample
+    quarantine: Quarantine
     split: Split
     shuffle: int = 0
     seed: tuple[int, int] = (0, 0)
@@ -254,21 +226,6 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class Share:
-    """Share of a corpus that one consumer turns into examples.
-
-    Args:
-        feed: its records.
-        preprocess: converts a raw record and its location to an example.
-        quarantine: policy for unusable records.
-    """
-
-    feed: Feed
-    preprocess: MakeExample
-    quarantine: Quarantine
-
-
-@dataclass(frozen=True)
 class Draws:
     """Rule by which the next record is drawn from one of several corpora.
 
@@ -314,32 +271,8 @@ class Draws:
             first = 0
 
 
-@dataclass(frozen=True, eq=False)
-class _Traced(Example):
-    """Example, or a slice of one, with the identity of its record.
-
-    Args:
-        origin: identity of the record.
-        cut: first token of the slice and one past its last; None for a whole example.
-    """
-
-    origin: Origin = Origin(0, 0, 0, 0)  # noqa: RUF009
-    cut: tuple[int, int] | None = None
-
-    def slice(self, start: int, stop: int) -> _Traced:
-        part = super().slice(start, stop)
-        first = self.cut[0] if self.cut else 0
-        return _Traced(part.key, part.sequence, part.labels, self.origin, (first + start, first + stop))
-
-
 Item: TypeAlias = Any
 """Batch returned by the collate function, or a group without one."""
-
-Collate = Callable[[Any], Item]
-"""Function that collates a group into a batch."""
-
-Trace: TypeAlias = list[int]
-"""Identity of a record, then the bounds of the slice if the example is one."""
 
 
 class StreamState(TypedDict):
@@ -348,46 +281,33 @@ class StreamState(TypedDict):
     Args:
         bookmarks: bookmark of each corpus after the last record read.
         drawn: number of records read.
-        pending: traces of the examples buffered for batching.
-        ready: traces of the examples of each group that has not been yielded.
+        pending: origins of the examples buffered for batching; see Example.
+        ready: origins of the examples of each group that has not been yielded.
         counts: counts since the start of the epoch.
     """
 
     bookmarks: list[list[int]]
     drawn: int
-    pending: list[Trace]
-    ready: list[list[Trace]]
+    pending: list[list[int]]
+    ready: list[list[list[int]]]
     counts: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Steps from examples to a batch.
-
-    Args:
-        batching: an empty Packer or Batcher; it is copied.
-        collate: collates a group into a batch; None yields the groups.
-        threads: number of threads that preprocess a few records ahead; 0 uses the caller's thread.
-    """
-
-    batching: Batching
-    collate: Collate | None = None
-    threads: int = 0
 
 
 _LOG = logging.getLogger(__name__)
 
 
-class BatchStream(Iterator[Item]):
-    """Iterator over the batches of one consumer in one epoch.
+class BatchStream(Iterable[Item]):
+    """Batches of one consumer in one epoch.
 
-    The state between two batches is small: bookmarks after the last records read, the identities of the examples that
-    are buffered for batching or in groups not yet yielded, and counts. A resumed stream reads and preprocesses these
-    records again, and its batches are byte for byte those of the interrupted stream.
+    The state between two batches is small: bookmarks, the identities of the examples that are buffered or not yet
+    yielded, and counts. A resumed stream reads and preprocesses these records again, and its batches are byte for byte
+    those of the interrupted stream.
 
     Args:
-        shares: records and preprocessing of each corpus.
-        stages: steps from examples to a batch.
+        feeds: records of each corpus.
+        batching: an empty Packer or Batcher; it is copied.
+        collate: collates a group into a batch; None yields the groups.
+        threads: number of threads that preprocess a few records ahead; 0 uses the caller's thread.
         draws: rule that blends the corpora.
         state: state to resume from; it comes from a stream with the same arguments.
 
@@ -396,26 +316,29 @@ class BatchStream(Iterator[Item]):
     """
 
     def __init__(
-        self, shares: Sequence[Share], stages: Stages, draws: Draws | None = None, state: StreamState | None = None
+        self,
+        feeds: Sequence[Feed],
+        batching: Batching,
+        collate: Callable[[Any], Item] | None = None,
+        *,
+        threads: int = 0,
+        draws: Draws | None = None,
+        state: StreamState | None = None,
     ) -> None:
-        self._shares, self._stages, self._draws = shares, stages, draws or Draws()
-        self._batching = copy.deepcopy(stages.batching)
-        self._bookmarks, self._drawn = [START] * len(shares), 0
+        self._feeds, self._collate, self._threads, self._draws = feeds, collate, threads, draws or Draws()
+        self._batching = copy.deepcopy(batching)
+        self._bookmarks, self._drawn = [START] * len(feeds), 0
         self._ready, self._counts = deque[Group](), Counter[str]()
         if state is not None:
             self._restore(state)
-        self._batches = self._run()
-
-    def __next__(self) -> Item:
-        return next(self._batches)
 
     def state_dict(self) -> StreamState:
-        """Return the state of the stream."""
+        """Return the state."""
         return {
             "bookmarks": [list(bookmark) for bookmark in self._bookmarks],
             "drawn": self._drawn,
-            "pending": [_trace(example) for example in self._batching.pending],
-            "ready": [[_trace(example) for example in _members(group)] for group in self._ready],
+            "pending": [_origin(example) for example in self._batching.pending],
+            "ready": [[_origin(example) for example in _members(group)] for group in self._ready],
             "counts": dict(self.counts),
         }
 
@@ -425,60 +348,60 @@ class BatchStream(Iterator[Item]):
         packed = asdict(self._batching.counts) if isinstance(self._batching, Packer) else {}
         return self._counts + Counter(packed)
 
-    def _run(self) -> Iterator[Item]:
-        for entry, example in self._examples():
-            share = self._shares[entry.origin.corpus]
-            self._bookmarks[entry.origin.corpus] = entry.after
-            self._drawn += 1
-            name = self._draws.names[entry.origin.corpus]
-            self._counts.update(["records", f"records/{name}"] if name else ["records"])
-            share.quarantine.limit.read()
-            try:
-                if isinstance(example, RecordError):
-                    raise example
-                if example.dropped_images:
-                    self._counts["images_dropped"] += len(example.dropped_images)
-                    share.quarantine.drop(entry.location, entry.raw, example.dropped_images)
-                traced = _Traced(example.key, example.sequence, example.labels, entry.origin)
-                self._ready.extend(self._batching.add(traced))
-            except RecordError as error:
-                share.quarantine.refuse(entry.location, entry.raw, error)
-                self._counts.update(["skipped", f"skipped/{name}"] if name else ["skipped"])
+    def __iter__(self) -> Iterator[Item]:
+        """Iterate over the remaining batches."""
+        counts = self._counts
+        for entry, example in chain(self._examples(), [(None, None)]):
+            if entry is None or example is None:
+                for feed in self._feeds:
+                    feed.quarantine.limit.end()
+                self._ready.extend(self._batching.flush())
+            else:
+                self._bookmarks[entry.origin.corpus] = entry.after
+                self._drawn += 1
+                counts["records"] += 1
+                if name := self._draws.names[entry.origin.corpus]:
+                    counts[f"records/{name}"] += 1
+                try:
+                    self._add(entry, example)
+                except RecordError as error:
+                    self._feeds[entry.origin.corpus].quarantine.refuse(entry.location, entry.raw, error)
+                    counts.update(["skipped", f"skipped/{name}"] if name else ["skipped"])
             while self._ready:
-                yield self._next()
-        for share in self._shares:
-            share.quarantine.limit.end()
-        self._ready.extend(self._batching.flush())
-        while self._ready:
-            yield self._next()
+                group = self._ready.popleft()
+                counts["batches"] += 1
+                yield group if self._collate is None else self._collate(group)
         if isinstance(self._batching, Packer):
-            counts = asdict(self._batching.counts)
-            lost = [f"{counts[name]} {name}" for name in ("dropped", "truncated", "tokens_lost") if counts[name]]
+            packed = asdict(self._batching.counts)
+            lost = [f"{packed[name]} {name}" for name in ("dropped", "truncated", "tokens_lost") if packed[name]]
             if lost:
                 _LOG.warning("examples too long for a pack: %s", ", ".join(lost))
 
-    def _next(self) -> Item:
-        group = self._ready.popleft()
-        self._counts["batches"] += 1
-        return group if self._stages.collate is None else self._stages.collate(group)
+    def _add(self, entry: Entry, example: Example | RecordError) -> None:
+        quarantine = self._feeds[entry.origin.corpus].quarantine
+        quarantine.limit.read()
+        if isinstance(example, RecordError):
+            raise example
+        if example.dropped_images:
+            self._counts["images_dropped"] += len(example.dropped_images)
+            quarantine.drop(entry.location, entry.raw, example.dropped_images)
+        self._ready.extend(self._batching.add(example))
 
     def _examples(self) -> Iterator[tuple[Entry, Example | RecordError]]:
-        feeds = [share.feed for share in self._shares]
-        entries = self._draws.entries(feeds, self._drawn, self._bookmarks)
-        if not self._stages.threads:
+        entries = self._draws.entries(self._feeds, self._drawn, self._bookmarks)
+        if not self._threads:
             for entry in entries:
                 yield entry, self._example(entry.origin, entry.location, entry.raw)
             return
-        pool = ThreadPoolExecutor(self._stages.threads, "mmpos-preprocess")
+        pool = ThreadPoolExecutor(self._threads, "mmpos-preprocess")
         try:
             ahead = deque[tuple[Entry, Future[Example | RecordError]]]()
             for entry in entries:
                 ahead.append((entry, pool.submit(self._example, entry.origin, entry.location, entry.raw)))
-                if len(ahead) > 2 * self._stages.threads:
+                if len(ahead) > 2 * self._threads:
                     first, future = ahead.popleft()
                     yield first, future.result()
-            while ahead:
-                first, future = ahead.popleft()
+            for first, future in ahead:
                 yield first, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -487,7 +410,7 @@ class BatchStream(Iterator[Item]):
         if isinstance(raw, RecordError):
             return raw
         try:
-            example = self._shares[origin.corpus].preprocess(raw, location)
+            example = self._feeds[origin.corpus].preprocess(raw, location)
         except RecordError as error:
             return error
         except Exception as error:
@@ -495,44 +418,39 @@ class BatchStream(Iterator[Item]):
             raise
         if not isinstance(example, Example):
             raise InvalidInputError(f"preprocess: got {type(example).__name__} for {location}, want an Example")
-        return example
+        return replace(example, origin=origin)
 
     def _restore(self, state: StreamState) -> None:
-        traces = [*state["pending"], *(trace for group in state["ready"] for trace in group)]
-        origins = {Origin(*trace[:4]) for trace in traces}
-        wholes: dict[Origin, _Traced] = {}
-        for i, share in enumerate(self._shares):
-            for origin, location, raw in share.feed.find({origin for origin in origins if origin.corpus == i}):
+        wanted = [*state["pending"], *(origin for group in state["ready"] for origin in group)]
+        origins = {Origin(*origin[:4]) for origin in wanted}
+        wholes: dict[tuple[int, ...], Example] = {}
+        for i, feed in enumerate(self._feeds):
+            for origin, location, raw in feed.find({origin for origin in origins if origin.corpus == i}):
                 example = self._example(origin, location, raw)
                 if isinstance(example, RecordError):
                     raise InvalidInputError(f"state: got a record that is no longer usable: {example}") from example
-                wholes[origin] = _Traced(example.key, example.sequence, example.labels, origin)
+                wholes[origin] = example
 
-        def again(trace: Trace) -> Example:
-            whole = wholes[Origin(*trace[:4])]
-            return whole.slice(*trace[4:]) if trace[4:] else whole
+        def again(origin: list[int]) -> Example:
+            whole = wholes[tuple(origin[:4])]
+            return whole.slice(*origin[4:]) if origin[4:] else whole
 
-        for trace in state["pending"]:
-            if self._batching.add(again(trace)):
-                raise InvalidInputError(
-                    "state: got more pending examples than the batching holds, "
-                    "want a state saved with the same batching"
-                )
-        self._ready.extend(self._regroup([again(trace) for trace in group]) for group in state["ready"])
+        for pending in state["pending"]:
+            if self._batching.add(again(pending)):
+                got = "more pending examples than the batching holds"
+                raise InvalidInputError(f"state: got {got}, want a state saved with the same batching")
+        for group in state["ready"]:
+            examples, batching = [again(ready) for ready in group], self._batching
+            whole = Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
+            self._ready.append(whole)
         self._bookmarks = [Bookmark(*bookmark) for bookmark in state["bookmarks"]]
         self._drawn, self._counts = state["drawn"], Counter(state["counts"])
 
-    def _regroup(self, examples: list[Example]) -> Group:
-        """Group the examples again, in the form that the batching yields."""
-        batching = self._batching
-        return Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
 
-
-def _trace(example: Example) -> Trace:
-    assert isinstance(example, _Traced), "batchings cut by slice only"
-    return [*example.origin, *(example.cut or ())]
+def _origin(example: Example) -> list[int]:
+    assert example.origin, "batchings cut by slice only"
+    return list(example.origin)
 
 
 def _members(group: Group) -> Sequence[Example]:
-    """Return the examples of a group."""
     return group.examples if isinstance(group, Pack) else group

@@ -23,6 +23,7 @@ from mmpos import SequenceBuilder, from_hf_config
 from mmpos.data import Blend, PackedCollator, RecordError, read_quarantine
 from mmpos.data.examples import Example, Location
 from mmpos.data.packing import Batcher, Packer
+from mmpos.data.quarantine import Quarantine, SkipLimit
 from mmpos.data.stream import Bookmark, Draws, Feed, Split
 from mmpos.errors import InvalidInputError
 
@@ -222,9 +223,17 @@ def test_records_after_any_point_are_those_of_an_uninterrupted_run(
     sizes: list[list[int]], shuffle: int, consumers: int, stop: Any, after: int, seed: int
 ) -> None:
     sizes = [[1, *of] for of in sizes]  # a corpus that starts over has a record
-    split = Split(seed % consumers, consumers)
+    split, quarantine = Split(seed % consumers, consumers), Quarantine("raise", None, SkipLimit())
     feeds = [
-        Feed(tuple(NumberedShard(f"{c}.{i}", n) for i, n in enumerate(of)), split, shuffle, (seed, 0), c)
+        Feed(
+            tuple(NumberedShard(f"{c}.{i}", n) for i, n in enumerate(of)),
+            tiny,
+            quarantine,
+            split,
+            shuffle,
+            (seed, 0),
+            c,
+        )
         for c, of in enumerate(sizes)
     ]
     draws = Draws(("x",) * len(feeds), tuple(range(1, len(feeds) + 1)), stop)

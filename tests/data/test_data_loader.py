@@ -36,11 +36,12 @@ from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
 from mmpos.data.quarantine import Quarantine, SkipLimit, read_quarantine
 from mmpos.data.readers import Reader, dataset_shards, shards
-from mmpos.data.stream import BatchStream, Feed, Portion, Share, Split, Stages
+from mmpos.data.stream import BatchStream, Feed, Portion, Split
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 PREPROCESS = Preprocess(HFImages(), BUILDER)
+QUARANTINE = Quarantine("raise", None, SkipLimit())
 
 
 class Numbers(NumberedShard):
@@ -106,7 +107,7 @@ def test_all_consumers_together_read_every_record_once(
     for rank in range(world_size):
         for worker in range(num_workers):
             split = Split(rank, world_size, worker, num_workers, by)
-            feed = Feed(readers, split, shuffle)
+            feed = Feed(readers, PREPROCESS, QUARANTINE, split, shuffle)
             ids = [entry.raw["id"] for entry in feed.entries()]  # type: ignore[index]
             seen.update(ids)
             loads.append(len(ids))
@@ -637,11 +638,10 @@ def test_rank_and_world_size_are_read_from_torch_distributed(tmp_path: Path) -> 
 def test_building_and_batching_call_few_functions() -> None:
     grid, builder, packer, collate = Grid(2, 3), SequenceBuilder(), Packer(200), PackedCollator()
     assert functions_called(lambda: builder.build(["A photo of ", grid, " at dusk"])) <= 27
-    split, quarantine, (row,) = Split(), Quarantine("raise", None, SkipLimit()), records(0, 1)
+    split, (row,) = Split(), records(0, 1)
 
     def batch() -> None:
-        share = Share(Feed((One("a", 1),), split), PREPROCESS, quarantine)
-        (packed,) = BatchStream([share], Stages(packer, collate))
+        (packed,) = BatchStream([Feed((One("a", 1),), PREPROCESS, QUARANTINE, split)], packer, collate)
         assert len(packed.grid_thw) == 1
 
     class One(NumberedShard):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, TypeVar, get_args
 
 from mmpos.data.examples import MakeExample
 from mmpos.data.loader import BatchDataset, Corpus
@@ -15,12 +15,7 @@ from mmpos.support.checks import finite, one_of
 
 __all__ = ["Blend"]
 
-if TYPE_CHECKING:
-    from mmpos.data.loader import _Item
-else:
-    from typing import TypeVar
-
-    _Item = TypeVar("_Item")
+_Item = TypeVar("_Item")
 
 
 class Blend(BatchDataset[_Item]):
@@ -64,12 +59,8 @@ class Blend(BatchDataset[_Item]):
             raise InvalidInputError(f"shards: got {got}, want a mapping from at least one name to readers")
         _same_names("weights", weights, shards)
         values = tuple(finite(f"weights[{name!r}]", weights[name], above=0) for name in shards)
-        self._rule = Draws(tuple(shards), values, one_of("stop", stop, (None, *get_args(Stop))))
+        self._draws = Draws(tuple(shards), values, one_of("stop", stop, (None, *get_args(Stop))))
         super().__init__(shards, preprocess, batching, collate, **options)  # type: ignore[arg-type]
-
-    @property
-    def _draws(self) -> Draws:
-        return self._rule
 
     def _named(self, shards: Any, preprocess: Any) -> tuple[Corpus, ...]:
         if isinstance(preprocess, Mapping):
@@ -79,7 +70,7 @@ class Blend(BatchDataset[_Item]):
         return tuple(Corpus.of(name, shards[name], preprocess[name]) for name in shards)
 
     def _identity(self) -> dict[str, object]:
-        rule = self._rule
+        rule = self._draws
         return {**super()._identity(), "weights": dict(zip(rule.names, rule.weights, strict=True)), "stop": rule.stop}
 
 

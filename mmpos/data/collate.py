@@ -27,7 +27,7 @@ Examples = Sequence[Example] | Sequence[Pack] | Pack
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Collator that concatenates documents into one row; a picklable collate_fn for DataLoader.
+    """Collator that concatenates documents into one row; a picklable collate_fn.
 
     Args:
         multiple_of: multiple to which the length of every document is padded, as part of the document in cu_seqlens;

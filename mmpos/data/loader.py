@@ -151,8 +151,8 @@ class BatchDataset(IterableDataset[_Item]):
         if unknown or self._on_error != "raise" or self._skips_images or self._draws.stop is None:
             return None
         corpora = [Corpus(tuple(map(_Sizes, corpus)), _Sizes.example) for corpus in lengths]  # type: ignore[arg-type]
-        count, workers = 0, max(num_workers, 1)
-        for worker in range(workers):
+        count = 0
+        for worker in range(workers := max(num_workers, 1)):
             feeds = self._feeds(corpora, replace(self._split, worker=worker, num_workers=workers), self.epoch)
             count += sum(1 for _ in BatchStream(feeds, self._batching, draws=self._draws))
         return count
@@ -238,9 +238,7 @@ class BatchDataset(IterableDataset[_Item]):
             return self._split
         return Split(self._split.rank, self._split.world_size, info.id, info.num_workers, self._split.by)
 
-    @property
-    def _draws(self) -> Draws:
-        return Draws()
+    _draws = Draws()
 
     @property
     def _skips_images(self) -> bool:
@@ -261,8 +259,8 @@ class BatchDataset(IterableDataset[_Item]):
             name = self._draws.names[i]
             read = [(counts or {}).get(f"{what}/{name}" if name else what, 0) for what in ("records", "skipped")]
             quarantine = Quarantine(self._on_error, lines, SkipLimit(self._max_skipped, *read), {"epoch": epoch})
-            feed = Feed(corpus.shards, corpus.preprocess, quarantine, split, self._shuffle, (self._seed, epoch), i)
-            feeds.append(feed)
+            seed = (self._seed, epoch)
+            feeds.append(Feed(corpus.shards, corpus.preprocess, quarantine, split, self._shuffle, seed, i))
         return feeds
 
     def _identity(self) -> dict[str, object]:

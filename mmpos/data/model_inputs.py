@@ -366,9 +366,8 @@ class ProcessedInputs:
         Raises:
             RecordError: the record has no tokens, has padding, or has grids or pixels that do not match its tokens.
         """
-        key = str(record.get("id", record.get("key", location)))
         try:
-            return self._example(key, record)
+            return self._example(key := str(record.get("id", record.get("key", location))), record)
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
             # the name in records
             raise RecordError(f"{key}: {error}".replace("seconds_per_frame", "second_per_grid_ts")) from error

@@ -23,14 +23,12 @@ __all__ = [
 
 OnError = Literal["raise", "skip"]
 
-Line = Mapping[str, object]
-"""Fields of a skipped record: source, index, key, error and facts; for dropped images, also their number."""
+Line = Mapping[str, object]  # source, index, key, error and facts; for dropped images, also their number
 
 MAX_SKIPPED = 0.1
 """Default fraction of records that may be skipped."""
 
-_FIRST, _ALWAYS = 1000, 10  # records over which the fraction is computed; records that may always be skipped
-_REASONS = 3  # most frequent reasons listed in an error
+_FIRST, _ALWAYS, _REASONS = 1000, 10, 3  # records of the fraction; records always skipped; reasons in an error
 
 _logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from mmpos.data.packing import Batching, Group, Pack, Packer
 from mmpos.data.quarantine import Quarantine
 from mmpos.data.readers.base import Raw, Reader
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import IntArray, integer, one_of
+from mmpos.support.checks import integer, one_of
 
 __all__ = ["START", "BatchStream", "Bookmark", "Draws", "Feed", "Item", "Origin", "Portion", "Split", "SplitBy", "Stop"]
 
@@ -173,10 +173,12 @@ class Feed:
         portions = self._portions(cycle)
         stream = self._stream(portions, bookmark)
         while block := list(islice(stream, self.shuffle or 1)):
-            last, _, _ = block[-1]
+            last = block[-1][0]
             following = Bookmark(cycle, last.portion, last.record + portions[last.portion].step, window + 1)
-            order = self._order(len(block), cycle, window) if self.shuffle > 1 else range(len(block))
-            taken = [block[i] for i in order][: done - 1 if done else None : -1]  # reversed, for pop()
+            if self.shuffle > 1:
+                seed = (*self.seed, self.split.consumer, window, self.corpus, cycle)
+                block = [block[i] for i in np.random.default_rng(seed).permutation(len(block))]
+            taken = block[: done - 1 if done else None : -1]  # reversed, for pop()
             del block
             while taken:
                 done += 1
@@ -218,11 +220,6 @@ class Feed:
             return portions
         order = np.random.default_rng((*self.seed, self.corpus, cycle)).permutation(len(self.readers))
         return [replace(portion, shard=int(order[portion.shard])) for portion in portions]
-
-    def _order(self, records: int, cycle: int, window: int) -> IntArray:
-        """Return the (records,) order of the records in a window."""
-        seed = (*self.seed, self.split.consumer, window, self.corpus, cycle)
-        return np.random.default_rng(seed).permutation(records)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""Proof: a fine-tune of a tiny Qwen2.5-VL on a blend of three kinds of files, on two ranks, stopped and resumed."""
+"""The work of two ranks that fine-tune a tiny Qwen2.5-VL on a blend, in a module that spawned processes can import."""
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import tarfile
 from datetime import timedelta
 from itertools import islice
@@ -15,10 +14,8 @@ import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
 from data_corpus import photo
-from rank_processes import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 from training_models import tiny_config, tiny_images, tiny_model
@@ -142,29 +139,3 @@ def _train(folder: Path, rank: int, steps: int, *, save: bool = False, load: boo
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
         torch.save(states, path)
     return losses
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("two ranks")
-def test_a_fine_tune_on_a_blend_with_video_resumes_with_the_same_losses(tmp_path: Path) -> None:
-    write_corpora(tmp_path)
-    run_ranks(run, 2, tmp_path)
-    ranks = []
-    for rank in (0, 1):
-        whole, resumed = json.loads((tmp_path / f"losses{rank}").read_text())
-        assert len(whole) == STEPS
-        assert resumed == whole
-        assert all(map(math.isfinite, whole))
-        ranks.append(whole)
-    assert ranks[0] != ranks[1], "each rank has its own batches"
-    settings = mmpos.from_hf_config(tiny_config("qwen2_5_vl"))
-    for rank in (0, 1):
-        dataset = blend(tmp_path, rank, settings)
-        packs = list(islice(dataset, 90))
-        ids = [one.sequence.input_ids for pack in packs[:STEPS] for one in pack.examples]
-        texts = [bytes(one[one < 256].tolist()) for one in ids]
-        assert any(b" seconds>" in text for text in texts), "the steps saw the video"
-        counts = dataset.counts
-        bound = math.sqrt(math.log(2 / 1e-9) / (2 * counts["records"]))  # Hoeffding, as above
-        for name, weight in WEIGHTS.items():
-            assert abs(counts[f"records/{name}"] / counts["records"] - weight / 5) < bound < 0.2

@@ -117,18 +117,19 @@ class Batch(metaclass=_WholeType):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Make a field when it is first read, from an array, a PositionTable, or a callable that returns fields."""
-            later = vars(self).get("_later", {})
+            """Make fields when one is first read: from arrays, from a PositionTable, or by a callable."""
+            fields = self.__dict__
+            later = fields.get("_later", {})
             if name not in later:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            source = later[name]
-            if callable(source):
-                vars(self).update(source())
-            elif isinstance(source, np.ndarray):
-                vars(self)[name] = torch.from_numpy(source)
-            else:
-                vars(self)[name] = DevicePositions.from_table(source)
-            return vars(self)[name]
+            if callable(source := later[name]):
+                fields.update(source())
+            elif type(source) is PositionTable:
+                fields[name] = DevicePositions.from_table(source)
+            else:  # all at once, since a failed look-up costs more than a tensor
+                arrays = [(key, value) for key, value in later.items() if type(value) is np.ndarray]
+                fields.update([(key, torch.from_numpy(value)) for key, value in arrays])
+            return fields[name]
 
     @property
     def packed(self) -> bool:
@@ -269,25 +270,29 @@ class Batch(metaclass=_WholeType):
             return self.to("cpu").shard(rank, world_size, layout).to(self.device)
         positions = self.positions.shard(rank, world_size, layout)
         starts, stops = self.positions.shard_ranges(rank, world_size, layout)
+        few = len(starts) * _COPIED < self.positions.num_tokens
         ranges = list(map(slice, starts.tolist(), stops.tolist()))
-        few = len(ranges) * _COPIED < positions.num_tokens
         indices = None if few else ragged_arange(stops - starts, starts)[1]
         shape = (*self.input_ids.shape[:-1], -1)
         fields: dict[str, Any] = {"audio_spans": None, "audio_feature_spans": None}
         for name in _PER_TOKEN:
-            if (whole := getattr(self, name)) is not None:
-                flat = whole.numpy().reshape(-1)
-                if name == "labels" and not self.shifted:
-                    shifted = np.empty_like(flat)
-                    shifted[:-1] = flat[1:]
-                    shifted[self.cu_seqlens.numpy()[1:] - 1] = IGNORE_INDEX
-                    flat = shifted
-                cut = flat[indices] if indices is not None else np.concatenate([flat[tokens] for tokens in ranges])
-                whole = torch.from_numpy(cut.reshape(shape))
-            fields[name] = whole
+            fields[name] = whole = getattr(self, name)
+            if whole is not None:
+                flat, shift = whole.numpy().reshape(-1), name == "labels" and not self.shifted
+                if indices is not None:
+                    cut = flat.take(indices + shift, mode="clip")
+                else:
+                    pieces = [flat[1:][tokens] if shift else flat[tokens] for tokens in ranges]
+                    ends = shift and stops[-1] == len(flat)
+                    cut = np.concatenate([*pieces, flat[:1]] if ends else pieces)
+                if shift:
+                    bounds = self.positions.cu_seqlens
+                    last = (bounds[bounds.searchsorted(stops)] == stops) & (stops > starts)
+                    cut[(stops - starts).cumsum()[last] - 1] = IGNORE_INDEX
+                fields[name] = torch.from_numpy(cut.reshape(shape))
         later: dict[str, Any] = {"cu_seqlens": positions.cu_seqlens.copy(), "device_positions": positions}
-        pieces = partial(_pieces, _SPANS[:2], self.image_spans, self.feature_spans, starts, stops)
-        later.update(dict.fromkeys(_SPANS[:2], pieces))
+        spans = partial(_pieces, _SPANS[:2], self.image_spans, self.feature_spans, starts, stops)
+        later.update(dict.fromkeys(_SPANS[:2], spans))
         if self.audio_spans is not None and self.audio_feature_spans is not None:
             fields |= _pieces(_SPANS[2:], self.audio_spans, self.audio_feature_spans, starts, stops)
         world_size *= self.world_size

@@ -157,10 +157,10 @@ class Example:
         """
         start = integer("start", start, minimum=0, maximum=self.num_tokens - 1)
         stop = integer("stop", stop, minimum=start + 1, maximum=self.num_tokens)
-        original, spans = self.sequence, self.sequence.image_spans
-        firsts, lasts = original.marked_spans.T
+        original, spans, marked = self.sequence, self.sequence.image_spans, self.sequence.marked_spans
         for name, edge in (("start", start), ("stop", stop)):
-            if (cut := (firsts < edge) & (edge < lasts)).any():
+            cut = (marked[:, 0] < edge) & (edge < marked[:, 1])
+            if cut.any():
                 part = original.span_name(int(cut.argmax()))
                 raise InvalidInputError(f"{name}: got {edge} inside {part}, want it between parts")
         kept = (spans[:, 0] >= start) & (spans[:, 1] <= stop)
@@ -313,7 +313,8 @@ def _segments(table: SegmentTable, start: int, stop: int) -> SegmentTable:
     if table.first_frame is not None:
         first = np.full(segments.kind.size, NO_FRAME, np.int64)
         first[segments.kind != TEXT] = table.first_frame[kept]
-    return replace(segments, seconds_per_frame=seconds, first_frame=first)
+    whole = seconds is first is None
+    return segments if whole else replace(segments, seconds_per_frame=seconds, first_frame=first)
 
 
 def _patches(sequence: InterleavedSequence, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.generic] | None:

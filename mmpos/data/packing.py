@@ -148,17 +148,18 @@ class Packer:
         return packs
 
     def _pack(self) -> Pack:
-        first, gap, chosen = next(iter(self._held)), self.max_tokens, list[Example]()
+        first, gap = next(iter(self._held)), self.max_tokens
         if self._sizes[first] > gap:
-            chosen.append(self._split(first, _last_cut(self._held[first], gap)))
+            chosen = [self._split(first, _last_cut(self._held[first], gap))]
             gap -= self._size(chosen[0])
+        else:
+            gap -= self._sizes.pop(first)
+            chosen = [self._held.pop(first)]
         # One pass from the longest example, oldest first among equals, is enough, since the gap only shrinks.
-        longest = sorted(self._sizes.items(), key=itemgetter(1), reverse=True)
-        for number, size in [(first, self._sizes[first]), *longest]:
-            if size <= gap and number in self._held:
+        for number, size in sorted(self._sizes.items(), key=itemgetter(1), reverse=True):
+            if size <= gap:
                 chosen.append(self._held.pop(number))
-                del self._sizes[number]
-                gap -= size
+                gap -= self._sizes.pop(number)
         while self.split_text and gap >= MIN_PIECE and (cut := self._best_cut(gap)):
             chosen.append(self._split(*cut))
             gap -= self._size(chosen[-1])

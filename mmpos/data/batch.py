@@ -118,8 +118,7 @@ class Batch(metaclass=_WholeType):
 
         def __getattr__(self, name: str) -> Any:
             """Make fields when one is first read: from arrays, from a PositionTable, or by a callable."""
-            fields = self.__dict__
-            later = fields.get("_later", {})
+            later = (fields := self.__dict__).get("_later", {})
             if name not in later:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             if callable(source := later[name]):
@@ -153,7 +152,7 @@ class Batch(metaclass=_WholeType):
         return self.input_ids.device
 
     def position_ids(self, dtype: torch.dtype | None = None, text_row: bool = False) -> Tensor:
-        """Expand the position ids of all tokens on the batch's device.
+        """Expand the position ids on the batch's device.
 
         Args:
             dtype: int32 (default), int64 or float64; fractional schemes support only float64.
@@ -201,8 +200,7 @@ class Batch(metaclass=_WholeType):
 
         if not boolean("bidirectional_images", bidirectional_images):
             return causal
-        spans = _whole_images(self.image_spans, self.feature_spans, self.grid_thw)
-        image = _images(spans, self.input_ids.numel()).reshape(shape)
+        image = _images(_whole_images(self), self.input_ids.numel()).reshape(shape)
 
         def causal_except_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             q_image = image[b, q_idx]
@@ -237,8 +235,7 @@ class Batch(metaclass=_WholeType):
     def shift_labels(self) -> Batch:
         """Move each label one position to the left in its document, to the token that predicts it; idempotent.
 
-        A model that computes its own loss shifts labels itself. It cannot do so in a shard, where adjacent tokens may
-        be on other ranks; for a shard, compare logits and shifted labels token by token.
+        A model that computes its own loss does so itself, but cannot in a shard, whose next tokens other ranks hold.
         """
         if self.shifted:
             return self
@@ -257,7 +254,7 @@ class Batch(metaclass=_WholeType):
         Args:
             rank: 0 to world_size − 1.
             world_size: number C of context-parallel ranks.
-            layout: as in PositionTable.shard; a padded batch takes only "zigzag" and "contiguous".
+            layout: as in PositionTable.shard.
 
         Raises:
             InvalidInputError: the length of a document is not a multiple of 2C (zigzag) or C; collate with multiple_of.
@@ -378,13 +375,13 @@ class ModelArguments(dict[str, Any]):
             )
 
 
-def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
+def _whole_images(batch: Batch) -> Tensor:
     """Merge the spans of each image of a whole batch into (images, 2) first patch and one past the last."""
-    images = len(grid_thw)
+    image_spans, images = batch.image_spans, len(batch.grid_thw)
     if len(image_spans) == images:
         return image_spans
-    ends = grid_thw.prod(dim=1).cumsum(0)
-    image = torch.searchsorted(ends, feature_spans[:, 0].contiguous(), right=True)
+    ends = batch.grid_thw.prod(dim=1).cumsum(0)
+    image = torch.searchsorted(ends, batch.feature_spans[:, 0].contiguous(), right=True)
     edges = torch.searchsorted(image, torch.arange(images + 1, device=ends.device))
     return torch.stack([image_spans[edges[:-1], 0], image_spans[edges[1:] - 1, 1]], dim=1)
 
@@ -425,8 +422,8 @@ def _pieces(
         names: names of the two results.
         spans: (spans, 2) first token and one past the last.
         features: (spans, 2) feature rows of each span.
-        starts: (ranges,) first token of each range.
-        stops: (ranges,) one past the last token of each range.
+        starts: (ranges,) first tokens.
+        stops: (ranges,) one past the last tokens.
 
     Returns:
         (pieces, 2) tokens in the concatenated ranges, and (pieces, 2) feature rows, by name.

@@ -138,15 +138,12 @@ def _collate(examples: Examples, collator: PackedCollator | PaddedCollator, side
     fields = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
     arrays = _Arrays._make(fields or _write(flattened, collator, side))
     schemes = dict.fromkeys(example.sequence.positions.scheme for example in flattened) if not arrays.scheme else {}
-    arrays.table.setflags(write=False)
-    arrays.documents.setflags(write=False)
+    table, documents, tokens = arrays.table, arrays.documents, arrays.input_ids.size
+    table.setflags(write=False)
+    documents.setflags(write=False)
+    fractional, scheme = arrays.fractional, arrays.scheme or " + ".join(schemes)
     positions = construct(
-        PositionTable,
-        table=arrays.table,
-        documents=arrays.documents,
-        num_tokens=arrays.input_ids.size,
-        fractional=arrays.fractional,
-        scheme=arrays.scheme or " + ".join(schemes),
+        PositionTable, table=table, documents=documents, num_tokens=tokens, fractional=fractional, scheme=scheme
     )
     mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
     patches = _patches(flattened) if arrays.pixels else None

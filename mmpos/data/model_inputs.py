@@ -436,7 +436,6 @@ def _tokens(name: str, values: object) -> IntArray:
 
 
 def _array(values: object, dtype: type = np.int64) -> Any:
-    """Convert values to an array unless they are None."""
     return None if values is None else np.asarray(values, dtype)
 
 

@@ -51,7 +51,7 @@ class PackCounts:
     Args:
         packs: packs returned.
         tokens: tokens in these packs, excluding padding.
-        capacity: total capacity of these packs in tokens.
+        capacity: capacity of these packs in tokens.
         splits: cuts through documents whose parts were all kept.
         truncated: examples whose end was cut off.
         dropped: examples that were dropped.
@@ -171,8 +171,8 @@ class Packer:
         """Find the example whose head fills most of the gap, the oldest among equals, and where to cut it."""
         best, best_cut = MIN_PIECE - 1, None
         for number, example in self._held.items():
-            cut = _last_cut(example, min(gap, example.num_tokens - MIN_PIECE))
-            if cut > best:
+            limit = min(gap, example.num_tokens - MIN_PIECE)
+            if limit > best and (cut := _last_cut(example, limit)) > best:
                 best, best_cut = cut, (number, cut)
             if best == gap:
                 break
@@ -192,7 +192,7 @@ class Packer:
         return -(-example.num_tokens // self.multiple_of) * self.multiple_of
 
     def _admit(self, example: Example) -> Example | None:
-        """Return an example that is too long, the part of it that can be packed, or None if it is dropped."""
+        """Return an overlong example, the part of it that can be packed, or None if it is dropped."""
         tokens = example.num_tokens
         if not tokens:
             raise RecordError(f"{example.key}: tokens: got none, want at least one")

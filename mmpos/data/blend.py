@@ -70,8 +70,8 @@ class Blend(BatchDataset[_Item]):
         return tuple(Corpus.of(name, shards[name], preprocess[name]) for name in shards)
 
     def _identity(self) -> dict[str, object]:
-        rule = self._draws
-        return {**super()._identity(), "weights": dict(zip(rule.names, rule.weights, strict=True)), "stop": rule.stop}
+        weights = [list(pair) for pair in zip(self._draws.names, self._draws.weights, strict=True)]
+        return {**super()._identity(), "weights": weights, "stop": self._draws.stop}
 
 
 def _same_names(argument: str, values: object, shards: Mapping[str, object]) -> None:

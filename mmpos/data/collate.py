@@ -133,7 +133,8 @@ _MAKE = (np.empty, np.dtype(np.int64), np.dtype(np.int32))
 
 def _collate(examples: Examples, collator: PackedCollator | PaddedCollator, side: Side | None) -> Batch:
     """Collate examples into rows padded on a side, or into one packed row if side is None."""
-    flattened, core, tensor = _flatten(examples), native.core, torch.from_numpy
+    flattened = list(examples.examples) if type(examples) is Pack else _flatten(examples)
+    core, tensor = native.core, torch.from_numpy
     layout = (collator.multiple_of, collator.length, collator.pad_token_id, side)
     fields = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
     arrays = _Arrays._make(fields or _write(flattened, collator, side))
@@ -215,12 +216,11 @@ def _feature_rows(spans: IntArray) -> IntArray:
 
 
 def _flatten(examples: object) -> list[Example]:
-    """Return the examples of a list, of a Pack, or of several Packs."""
-    entries = [examples] if isinstance(examples, Pack) else examples
-    if not isinstance(entries, list | tuple):
-        raise InvalidInputError(f"examples: got {type(entries).__name__}, want a list of Examples or a Pack")
+    """Return the examples of a list or of several Packs."""
+    if not isinstance(examples, list | tuple):
+        raise InvalidInputError(f"examples: got {type(examples).__name__}, want a list of Examples or a Pack")
     flattened: list[Example] = []
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(examples):
         if isinstance(entry, Example):
             flattened.append(entry)
         elif isinstance(entry, Pack):

@@ -133,7 +133,7 @@ class Packer:
         admitted = example if 0 < example.num_tokens <= self.max_tokens else self._admit(example)
         if admitted is None:
             return []
-        self._hold(self._arrived, admitted)
+        self._held[self._arrived], self._sizes[self._arrived] = admitted, self._size(admitted)
         self._arrived += 1
         packs = []
         while len(self._held) > self.buffer or sum(self._sizes.values()) > HELD_PACKS * self.max_tokens:
@@ -181,12 +181,10 @@ class Packer:
     def _split(self, number: int, cut: int) -> Example:
         """Cut the head off a buffered example; the remaining part keeps its place in the queue."""
         example = self._held[number]
-        self._hold(number, example.slice(cut, example.num_tokens))
+        self._held[number] = rest = example.slice(cut, example.num_tokens)
+        self._sizes[number] = self._size(rest)
         self._counts["splits"] += 1
         return example.slice(0, cut)
-
-    def _hold(self, number: int, example: Example) -> None:
-        self._held[number], self._sizes[number] = example, self._size(example)
 
     def _size(self, example: Example) -> int:
         return -(-example.num_tokens // self.multiple_of) * self.multiple_of

@@ -360,9 +360,16 @@ class BatchStream(Iterable[Item]):
                 if name := self._draws.names[entry.origin.corpus]:
                     counts[f"records/{name}"] += 1
                 try:
-                    self._add(entry, example)
+                    quarantine = self._feeds[entry.origin.corpus].quarantine
+                    quarantine.limit.read()
+                    if isinstance(example, RecordError):
+                        raise example
+                    if example.dropped_images:
+                        counts["images_dropped"] += len(example.dropped_images)
+                        quarantine.drop(entry.location, entry.raw, example.dropped_images)
+                    self._ready.extend(self._batching.add(example))
                 except RecordError as error:
-                    self._feeds[entry.origin.corpus].quarantine.refuse(entry.location, entry.raw, error)
+                    quarantine.refuse(entry.location, entry.raw, error)
                     counts.update(["skipped", f"skipped/{name}"] if name else ["skipped"])
             while self._ready:
                 group = self._ready.popleft()
@@ -373,16 +380,6 @@ class BatchStream(Iterable[Item]):
             lost = [f"{packed[name]} {name}" for name in ("dropped", "truncated", "tokens_lost") if packed[name]]
             if lost:
                 _LOG.warning("examples too long for a pack: %s", ", ".join(lost))
-
-    def _add(self, entry: Entry, example: Example | RecordError) -> None:
-        quarantine = self._feeds[entry.origin.corpus].quarantine
-        quarantine.limit.read()
-        if isinstance(example, RecordError):
-            raise example
-        if example.dropped_images:
-            self._counts["images_dropped"] += len(example.dropped_images)
-            quarantine.drop(entry.location, entry.raw, example.dropped_images)
-        self._ready.extend(self._batching.add(example))
 
     def _examples(self) -> Iterator[tuple[Entry, Example | RecordError]]:
         entries = self._draws.entries(self._feeds, self._drawn, self._bookmarks)

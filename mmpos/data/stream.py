@@ -412,7 +412,9 @@ class BatchStream(Iterable[Item]):
             raise
         if not isinstance(example, Example):
             raise InvalidInputError(f"preprocess: got {type(example).__name__} for {location}, want an Example")
-        return replace(example, origin=origin)
+        traced = object.__new__(Example)  # a copy, since several records may share an example
+        vars(traced).update(vars(example), origin=origin)
+        return traced
 
     def _restore(self, state: StreamState) -> None:
         wanted = [*state["pending"], *(origin for group in state["ready"] for origin in group)]

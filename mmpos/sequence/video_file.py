@@ -80,11 +80,11 @@ def _times(container: Any, stream: Any) -> list[Fraction]:
     for packet in container.demux():
         unit = packet.time_base or Fraction(1)
         end = max(end, unit * ((packet.pts or 0) + (packet.duration or 0)))
-        if packet.stream is stream and packet.size:
+        if packet.stream is stream and (packet.size or packet.dts is not None):  # an empty packet repeats a frame
             if packet.is_corrupt:
                 raise _damaged(f"a damaged packet after {counted(packets, 'frame')}")
             packets += 1
-            if not packet.is_discard:
+            if packet.size and not packet.is_discard:
                 times.append(None if packet.pts is None else unit * packet.pts)
     announced = Fraction(container.duration or 0, 10**6)
     read = end - Fraction(container.start_time or 0, 10**6)

@@ -433,17 +433,6 @@ static int take_layout(Batch *batch, PyObject *const *args, int64_t *numbers) {
     return numbers[0] > 0 && numbers[0] <= INT32_MAX && numbers[1] >= 0 && numbers[1] <= INT32_MAX && numbers[2] >= 0;
 }
 
-/* Return the number of tokens per document if it is the same for all documents, else 0. */
-static int64_t row_length(const Batch *batch) {
-    int64_t length = batch->documents[0].stop;
-    for (int64_t i = 1; i < batch->count; i++) {
-        if (batch->documents[i].stop - batch->documents[i].first != length) {
-            return 0;
-        }
-    }
-    return batch->rest == 0 || batch->rest == length ? length : 0;
-}
-
 static PyObject *collated(Batch *batch, Arrays *arrays) {
     int found, large = batch->tokens > RELEASE_GIL_BYTES / 8;
     if (large) {
@@ -463,15 +452,14 @@ static PyObject *collated(Batch *batch, Arrays *arrays) {
     } else {
         put_all(arrays, batch);
     }
-    PyObject *result = PyTuple_New(ARRAYS + 4);
+    PyObject *result = PyTuple_New(ARRAYS + 3);
     for (int i = 0; result != NULL && i < ARRAYS; i++) {
         PyTuple_SetItem(result, i, Py_NewRef(arrays->array[i] == NULL ? Py_None : arrays->array[i]));
     }
     if (result != NULL) {
-        PyTuple_SetItem(result, ARRAYS, PyLong_FromLongLong(row_length(batch)));
-        PyTuple_SetItem(result, ARRAYS + 1, Py_NewRef(batch->alike ? batch->scheme : Py_None));
-        PyTuple_SetItem(result, ARRAYS + 2, PyBool_FromLong(batch->fractional));
-        PyTuple_SetItem(result, ARRAYS + 3, PyBool_FromLong(batch->pixels));
+        PyTuple_SetItem(result, ARRAYS, Py_NewRef(batch->alike ? batch->scheme : Py_None));
+        PyTuple_SetItem(result, ARRAYS + 1, PyBool_FromLong(batch->fractional));
+        PyTuple_SetItem(result, ARRAYS + 2, PyBool_FromLong(batch->pixels));
     }
     return result;
 }

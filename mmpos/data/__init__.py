@@ -10,6 +10,7 @@ from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch
+    from mmpos.data.blend import Blend
     from mmpos.data.collate import PackedCollator, PaddedCollator
     from mmpos.data.formats import (
         FORMATS,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from mmpos.data.readers import Reader, dataset_shards, shards
     from mmpos.data.stage import Stage, read_examples
     from mmpos.data.storage import SCHEMA, SequenceShard, SequenceWriter, get_example
+    from mmpos.data.videos import Videos
 
 __all__ = [
     "FORMATS",
@@ -49,6 +51,7 @@ __all__ = [
     "Batch",
     "BatchDataset",
     "Batcher",
+    "Blend",
     "Chat",
     "ChatTemplate",
     "Cost",
@@ -87,6 +90,7 @@ __all__ = [
     "TokenizerTemplate",
     "TrainingPlan",
     "Turn",
+    "Videos",
     "dataset_shards",
     "first_fit_decreasing",
     "get_example",
@@ -103,6 +107,7 @@ __all__ = [
 # Imported on first access: batches need torch; readers and storage need the libraries of their formats.
 _ROOMS = {
     "batch": ("Batch",),
+    "blend": ("Blend",),
     "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "FineVision", "HFImages", "LLaVA", "Obelics"),
@@ -119,6 +124,7 @@ _ROOMS = {
     "quarantine": ("read_quarantine",),
     "ranks": ("RankLoader",),
     "stage": ("Stage", "read_examples"),
+    "videos": ("Videos",),
     "readers": ("Reader", "dataset_shards", "shards"),
     "formats.images": ("Images",),
     "storage": ("SCHEMA", "SequenceShard", "SequenceWriter", "get_example"),

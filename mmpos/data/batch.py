@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import methodcaller
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,9 @@ from mmpos.rotary.device import DevicePositions
 from mmpos.support.checks import IntArray, boolean, counted, one_of
 from mmpos.support.ragged import ragged_arange
 
-__all__ = ["Batch", "MaskMod", "ModelArguments"]
+__all__ = ["Batch", "MaskMod", "ModelArguments", "construct"]
+
+T = TypeVar("T")
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Mask function of FlexAttention: (b, h, q_idx, kv_idx) -> bool, True if the query attends to the key."""
@@ -29,15 +32,21 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _PER_TOKEN = ("input_ids", "labels", "text_positions", "attention_mask")
 """Fields of a batch with one value per token."""
 
+_COPIED = 32  # mean tokens in a range above which ranges are copied one by one
+
 _SPANS = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
 _PER_BATCH = ("device_positions", "cu_seqlens", "patches", "grid_thw", *_SPANS)
 
 
-class _WholeType(type):
-    """Metaclass whose name, printed in the error messages of other libraries, says what to do instead.
+def construct(cls: type[T], **fields: Any) -> T:
+    """Create an instance of a dataclass from all its fields, without the checks of ``__init__``."""
+    instance = object.__new__(cls)
+    vars(instance).update(fields)
+    return instance
 
-    accelerate's dispatcher and torch's default_collate expect tensors, and print the type of any other argument.
-    """
+
+class _WholeType(type):
+    """Metaclass that says what to do in the errors of accelerate's dispatcher, which print the type of an argument."""
 
     def __format__(cls, spec: str) -> str:
         remedy = "mmpos.data.RankLoader(DataLoader(dataset, batch_size=None)), which accelerate leaves unchanged"
@@ -46,10 +55,9 @@ class _WholeType(type):
 
 @dataclass(frozen=True, eq=False)
 class Batch(metaclass=_WholeType):
-    """Batch of documents, packed into one row or padded to rows of equal length; all values except pixels are integers.
+    """Batch of documents, packed into one row or padded to rows of equal length.
 
-    FSDP2's mixed precision, which casts floating-point tensors, does not affect positions: they are stored as a table
-    of integers, even if their ids are fractional.
+    All values except pixels are integers, which the casts of mixed precision do not change.
 
     Args:
         keys: record id of each document; the parts of a split document have the same key.
@@ -58,25 +66,21 @@ class Batch(metaclass=_WholeType):
         input_ids: (tokens,) packed or (batch, seq) padded, int64.
         labels: int64 with the shape of input_ids; IGNORE_INDEX for tokens that are not trained on, for padding, and for
             the first token of each document, which no token predicts.
-        text_positions: int32 with the shape of input_ids; index of each token in its document, as if all tokens were
-            text. The indices continue through padding after a document and are 0 for padding before it.
+        text_positions: int32 with the shape of input_ids; index of each token in its document. The indices continue
+            through padding after a document and are 0 for padding before it.
         cu_seqlens: (documents + 1,) int32 first token of each document, including padding, then the total.
         attention_mask: (batch, seq) int64, 0 on padding; None if packed.
         patches: (patches, patch_size, patch_size, 3) pixels of all images, or (patches, values) as returned by a
             model's processor; None without pixels.
         grid_thw: (images, 3) int64 frames, height, width after merging.
-        image_spans: (spans, 2) int64 first patch token of each image and one past the last, as columns of
-            ``positions.dense()`` and indices into ``input_ids.view(-1)``. An image with row separators, which are not
-            patches, has a span per row; a clip has one per run of patches between its audio; in a shard, each piece of
-            an image or a row has one.
+        image_spans: (spans, 2) int64 first patch token of each run of patches and one past the last, as indices into
+            ``input_ids.view(-1)``. Row separators, audio of clips and the cuts of shards divide images into runs.
         feature_spans: (spans, 2) int64 rows of the vision encoder's features for each span of image_spans; the encoder
             returns one row per token of grid_thw.
         shifted: whether each label is at the token that predicts it; see ``shift_labels``.
         world_size: number of context-parallel ranks that share the batch; 1 for a whole batch.
-        audio_spans: (spans, 2) int64 first token of each run of audio and one past the last, including audio inside
-            clips; None without audio.
-        audio_feature_spans: (spans, 2) int64 rows of the audio encoder's features for each span of audio_spans, with
-            all audio of the batch in token order; None without audio.
+        audio_spans: like image_spans, for audio, including that inside clips; None without audio.
+        audio_feature_spans: (spans, 2) int64 rows of the audio encoder's features for each span of audio_spans.
     """
 
     keys: tuple[str, ...]
@@ -98,19 +102,33 @@ class Batch(metaclass=_WholeType):
 
     def __post_init__(self) -> None:
         shape = tuple(self.input_ids.shape)
-        if self.input_ids.numel() != self.positions.num_tokens:
-            got, want = self.input_ids.numel(), self.positions.num_tokens
+        if (got := self.input_ids.numel()) != self.positions.num_tokens:
+            want = self.positions.num_tokens
             raise InvalidInputError(f"input_ids: got {counted(got, 'token')}, want {want} as in positions")
         for name in _PER_TOKEN:
-            tensor = getattr(self, name)
-            if tensor is not None and tuple(tensor.shape) != shape:
-                raise InvalidInputError(
-                    f"{name}: got shape {tuple(tensor.shape)}, want {shape}, the shape of input_ids"
-                )
+            if (tensor := getattr(self, name)) is not None and tuple(tensor.shape) != shape:
+                of = f"{tuple(tensor.shape)}, want {shape}, the shape of input_ids"
+                raise InvalidInputError(f"{name}: got shape {of}")
         for spans, features in (_SPANS[:2], _SPANS[2:]):
             want, got = (0 if (tensor := getattr(self, name)) is None else len(tensor) for name in (spans, features))
             if got != want:
                 raise InvalidInputError(f"{features}: got {got} spans, want {want} as in {spans}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Make fields when one is first read: from arrays, from a PositionTable, or by a callable."""
+            later = (fields := self.__dict__).get("_later", {})
+            if name not in later:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            if callable(source := later[name]):
+                fields.update(source())
+            elif type(source) is PositionTable:
+                fields[name] = DevicePositions.from_table(source)
+            else:  # all at once, since a failed look-up costs more than a tensor
+                arrays = [(key, value) for key, value in later.items() if type(value) is np.ndarray]
+                fields.update([(key, torch.from_numpy(value)) for key, value in arrays])
+            return fields[name]
 
     @property
     def packed(self) -> bool:
@@ -134,12 +152,11 @@ class Batch(metaclass=_WholeType):
         return self.input_ids.device
 
     def position_ids(self, dtype: torch.dtype | None = None, text_row: bool = False) -> Tensor:
-        """Expand the position ids of all tokens on the batch's device.
+        """Expand the position ids on the batch's device.
 
         Args:
             dtype: int32 (default), int64 or float64; fractional schemes support only float64.
-            text_row: whether to prepend text_positions as a row. For schemes with three axes, Transformers expects [4,
-                batch, seq] and uses the first of the four rows to find the documents in a packed row.
+            text_row: whether to prepend text_positions as a row, in which Transformers finds the documents of a pack.
 
         Returns:
             (axes, tokens) or (axes, batch, seq); with text_row, axes + 1 rows.
@@ -161,16 +178,13 @@ class Batch(metaclass=_WholeType):
     def mask_mod(self, *, bidirectional_images: bool = False) -> MaskMod:
         """Return the mask of this batch for ``create_block_mask`` and ``flex_attention``: causal within each document.
 
-        Padding tokens attend to nothing and are not attended to. flex_attention returns zeros for their fully masked
-        rows, where a plain softmax would return NaN.
+        Padding tokens attend to nothing and are not attended to; flex_attention returns zeros for them.
 
         Args:
-            bidirectional_images: whether all tokens from the first to the last patch of an image attend to one another,
-                including row separators and the audio of a clip.
+            bidirectional_images: whether all tokens from the first to the last patch of an image attend to one another.
 
         Returns:
-            a function on the batch's device, for B = 1 and Q = KV = tokens if the batch is packed, else for
-            B = documents and Q = KV = length.
+            a function for B = 1 and Q = KV = tokens if the batch is packed, else B = documents and Q = KV = length.
 
         Raises:
             UnsupportedError: the batch is a context-parallel shard, whose tokens also attend to those of other ranks.
@@ -186,8 +200,7 @@ class Batch(metaclass=_WholeType):
 
         if not boolean("bidirectional_images", bidirectional_images):
             return causal
-        spans = _whole_images(self.image_spans, self.feature_spans, self.grid_thw)
-        image = _images(spans, self.input_ids.numel()).reshape(shape)
+        image = _images(_whole_images(self), self.input_ids.numel()).reshape(shape)
 
         def causal_except_images(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             q_image = image[b, q_idx]
@@ -199,18 +212,13 @@ class Batch(metaclass=_WholeType):
         """Return indices to scatter image features: ``embeddings.view(-1, channels)[tokens] = features[rows]``.
 
         Returns:
-            (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the feature row of each; on a GPU, this
-            synchronizes with the device.
+            (patch tokens,) int64 indices into ``input_ids.view(-1)``, and the feature row of each. This synchronizes
+            with a GPU.
         """
         return _indexed(self.image_spans, self.feature_spans)
 
     def audio_tokens(self) -> tuple[Tensor, Tensor]:
-        """Return indices to scatter audio features, like ``image_tokens``; both are empty without audio.
-
-        Returns:
-            (audio tokens,) int64 indices into ``input_ids.view(-1)``, and the feature row of each; on a GPU, this
-            synchronizes with the device.
-        """
+        """Return indices to scatter audio features, like ``image_tokens``; both are empty without audio."""
         if self.audio_spans is None or self.audio_feature_spans is None:
             none = torch.empty(0, dtype=torch.int64, device=self.device)
             return none, none
@@ -227,8 +235,7 @@ class Batch(metaclass=_WholeType):
     def shift_labels(self) -> Batch:
         """Move each label one position to the left in its document, to the token that predicts it; idempotent.
 
-        A model that computes its own loss expects unshifted labels and shifts them itself. It cannot do so in a shard,
-        where adjacent tokens may be on other ranks; for a shard, compare logits and shifted labels token by token.
+        A model that computes its own loss does so itself, but cannot in a shard, whose next tokens other ranks hold.
         """
         if self.shifted:
             return self
@@ -241,51 +248,56 @@ class Batch(metaclass=_WholeType):
     def shard(self, rank: int, world_size: int, layout: Layout = "zigzag") -> Batch:
         """Return the tokens of a context-parallel rank; labels are shifted first.
 
-        Patches and grid_thw stay whole, since an image may span several ranks; feature_spans and audio_feature_spans
-        give the feature rows of the tokens in the shard. cu_seqlens counts the tokens in the shard. Call this on the
-        host, before ``to``.
+        Patches and grid_thw stay whole, since an image may span several ranks. cu_seqlens counts the tokens in the
+        shard. Call this on the host, before ``to``.
 
         Args:
             rank: 0 to world_size − 1.
             world_size: number C of context-parallel ranks.
-            layout: "zigzag" or "contiguous"; for a packed batch, also "zigzag-sequence" or "contiguous-sequence"; see
-                PositionTable.shard.
+            layout: as in PositionTable.shard.
 
         Raises:
             InvalidInputError: the length of a document is not a multiple of 2C (zigzag) or C; collate with multiple_of.
             UnsupportedError: a "…-sequence" layout for a padded batch, whose rows it would cut apart.
         """
         if str(layout).endswith("sequence") and not self.packed:
-            raise UnsupportedError(
-                f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row"
-            )
-        starts, stops = self.positions.shard_ranges(rank, world_size, layout)
+            want = "'zigzag' or 'contiguous', row by row"
+            raise UnsupportedError(f"layout: got {layout!r} for a padded batch, want {want}")
+        if not self.input_ids.is_cpu:
+            return self.to("cpu").shard(rank, world_size, layout).to(self.device)
         positions = self.positions.shard(rank, world_size, layout)
-        indices = torch.from_numpy(self.positions.shard_indices(rank, world_size, layout)).to(self.device)
+        starts, stops = self.positions.shard_ranges(rank, world_size, layout)
+        few = len(starts) * _COPIED < self.positions.num_tokens
+        ranges = list(map(slice, starts.tolist(), stops.tolist()))
+        indices = None if few else ragged_arange(stops - starts, starts)[1]
         shape = (*self.input_ids.shape[:-1], -1)
-        shifted = self.shift_labels()
-        per_token = {name: tensor for name in _PER_TOKEN if (tensor := getattr(shifted, name)) is not None}
-        cut: dict[str, Any] = {name: tensor.reshape(-1)[indices].reshape(shape) for name, tensor in per_token.items()}
-        for spans, features in (_SPANS[:2], _SPANS[2:]):
-            if getattr(self, spans) is not None:
-                tokens, rows = (getattr(self, name).cpu().numpy() for name in (spans, features))
-                pieces = _pieces(tokens, rows[:, 0], starts, stops)
-                cut[spans], cut[features] = (torch.from_numpy(piece).to(self.device) for piece in pieces)
-        return replace(
-            shifted,
-            positions=positions,
-            device_positions=DevicePositions.from_table(positions, self.device),
-            cu_seqlens=torch.from_numpy(positions.cu_seqlens.copy()).to(self.device),
-            world_size=self.world_size * world_size,
-            **cut,
-        )
+        fields: dict[str, Any] = {"audio_spans": None, "audio_feature_spans": None}
+        for name in _PER_TOKEN:
+            fields[name] = whole = getattr(self, name)
+            if whole is not None:
+                flat, shift = whole.numpy().reshape(-1), name == "labels" and not self.shifted
+                if indices is not None:
+                    cut = flat.take(indices + shift, mode="clip")
+                else:
+                    pieces = [flat[1:][tokens] if shift else flat[tokens] for tokens in ranges]
+                    ends = shift and stops[-1] == len(flat)
+                    cut = np.concatenate([*pieces, flat[:1]] if ends else pieces)
+                if shift:
+                    bounds = self.positions.cu_seqlens
+                    last = (bounds[bounds.searchsorted(stops)] == stops) & (stops > starts)
+                    cut[(stops - starts).cumsum()[last] - 1] = IGNORE_INDEX
+                fields[name] = torch.from_numpy(cut.reshape(shape))
+        later: dict[str, Any] = {"cu_seqlens": positions.cu_seqlens.copy(), "device_positions": positions}
+        spans = partial(_pieces, _SPANS[:2], self.image_spans, self.feature_spans, starts, stops)
+        later.update(dict.fromkeys(_SPANS[:2], spans))
+        if self.audio_spans is not None and self.audio_feature_spans is not None:
+            fields |= _pieces(_SPANS[2:], self.audio_spans, self.audio_feature_spans, starts, stops)
+        world_size *= self.world_size
+        fields |= {"positions": positions, "shifted": True, "world_size": world_size, "_later": later}
+        return construct(Batch, keys=self.keys, patches=self.patches, grid_thw=self.grid_thw, **fields)
 
     def as_dict(
-        self,
-        positions: Literal["ids", "table"] = "ids",
-        *,
-        text_row: bool = False,
-        batched: bool = False,
+        self, positions: Literal["ids", "table"] = "ids", *, text_row: bool = False, batched: bool = False
     ) -> dict[str, Any]:
         """Return the batch as keyword arguments for a model or a trainer, without fields that are None.
 
@@ -301,19 +313,16 @@ class Batch(metaclass=_WholeType):
 
         Raises:
             InvalidInputError: positions is neither "ids" nor "table".
-            UnsupportedError: text_row or batched with patches, which Transformers models would ignore (see
-                ModelCollator); or position_ids of a fractional scheme, which mixed precision would round. The returned
-                arguments raise this error later if accelerate's dispatcher is about to split them across ranks; see
-                RankLoader.
+            UnsupportedError: text_row or batched with patches, which Transformers models would ignore; or position_ids
+                of a fractional scheme, which mixed precision would round.
         """
         one_of("positions", positions, ("ids", "table"))
         options = {"text_row": boolean("text_row", text_row), "batched": boolean("batched", batched)}
         if self.patches is not None and any(options.values()):
             name = next(name for name, value in options.items() if value)
-            raise UnsupportedError(
-                f"{name}: got True for a batch with patches, which a Transformers model would ignore, want "
-                "ModelCollator(settings)(batch), or neither text_row nor batched for your own model"
-            )
+            want = "ModelCollator(settings)(batch), or neither text_row nor batched for your own model"
+            got = "True for a batch with patches, which a Transformers model would ignore"
+            raise UnsupportedError(f"{name}: got {got}, want {want}")
         arguments = {"input_ids": self.input_ids, "labels": self.labels}
         if self.shifted:
             arguments["shift_labels"] = self.labels
@@ -332,11 +341,7 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Raise an error: Trainer expects a mapping of arguments, not a batch; iterating over a batch also calls this.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise UnsupportedError: Trainer expects a mapping of arguments; iterating over a batch also calls this."""
         raise UnsupportedError(
             "batch: got a Batch instead of the arguments of a model, want ModelCollator(settings) as data_collator "
             "of Trainer, or ModelCollator(settings)(batch)"
@@ -349,8 +354,7 @@ class Batch(metaclass=_WholeType):
         return replace(self, **{name: move(value) for name in names if (value := getattr(self, name)) is not None})
 
     def __repr__(self) -> str:
-        kind = "packed" if self.packed else "padded"
-        positions = self.positions
+        kind, positions = "packed" if self.packed else "padded", self.positions
         documents, tokens = counted(positions.num_documents, "document"), counted(positions.num_tokens, "token")
         images = counted(len(self.grid_thw), "image")
         return f"Batch({kind}, {documents}, {tokens}, {images}, fill={self.fill:.3f}, device={self.device})"
@@ -359,8 +363,7 @@ class Batch(metaclass=_WholeType):
 class ModelArguments(dict[str, Any]):
     """Model arguments that refuse to be split across ranks.
 
-    accelerate's dispatcher creates a mapping of this class from descriptions of the tensors, and then cuts each tensor
-    to the number of rows of the first, including cu_seqlens and patches.
+    accelerate's dispatcher would cut each tensor to the number of rows of the first, including cu_seqlens and patches.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -372,19 +375,13 @@ class ModelArguments(dict[str, Any]):
             )
 
 
-def _whole_images(image_spans: Tensor, feature_spans: Tensor, grid_thw: Tensor) -> Tensor:
-    """Merge row spans into (images, 2) spans from the first patch to one past the last; not valid for shards.
-
-    Args:
-        image_spans: (spans, 2) spans of images, or of their rows if the rows end in separators.
-        feature_spans: (spans, 2) feature rows of each span, as in Batch.
-        grid_thw: (images, 3) frames, height, width after merging.
-    """
-    images = len(grid_thw)
+def _whole_images(batch: Batch) -> Tensor:
+    """Merge the spans of each image of a whole batch into (images, 2) first patch and one past the last."""
+    image_spans, images = batch.image_spans, len(batch.grid_thw)
     if len(image_spans) == images:
         return image_spans
-    ends = grid_thw.prod(dim=1).cumsum(0)
-    image = torch.searchsorted(ends, feature_spans[:, 0].contiguous(), right=True)
+    ends = batch.grid_thw.prod(dim=1).cumsum(0)
+    image = torch.searchsorted(ends, batch.feature_spans[:, 0].contiguous(), right=True)
     edges = torch.searchsorted(image, torch.arange(images + 1, device=ends.device))
     return torch.stack([image_spans[edges[:-1], 0], image_spans[edges[1:] - 1, 1]], dim=1)
 
@@ -416,24 +413,29 @@ def _images(spans: Tensor, tokens: int) -> Tensor:
     return torch.where(inside, image, -1).to(torch.int32)
 
 
-def _pieces(spans: IntArray, features: IntArray, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+def _pieces(
+    names: tuple[str, str], spans: Tensor, features: Tensor, starts: IntArray, stops: IntArray
+) -> dict[str, Tensor]:
     """Intersect spans with ascending token ranges, and renumber the pieces as if the ranges were concatenated.
 
     Args:
+        names: names of the two results.
         spans: (spans, 2) first token and one past the last.
-        features: (spans,) feature row of the first token of each span.
-        starts: (ranges,) first token of each range.
-        stops: (ranges,) one past the last token of each range.
+        features: (spans, 2) feature rows of each span.
+        starts: (ranges,) first tokens.
+        stops: (ranges,) one past the last tokens.
 
     Returns:
-        (pieces, 2) tokens in the concatenated ranges, and (pieces, 2) feature rows.
+        (pieces, 2) tokens in the concatenated ranges, and (pieces, 2) feature rows, by name.
     """
-    first = np.searchsorted(stops, spans[:, 0], side="right")
-    count = np.maximum(np.searchsorted(starts, spans[:, 1], side="left") - first, 0)
+    firsts, lasts = spans.numpy().T
+    first = np.searchsorted(stops, firsts, side="right")
+    count = np.maximum(np.searchsorted(starts, lasts, side="left") - first, 0)
     owner, piece = ragged_arange(count, first)
-    begin = np.maximum(starts[piece], spans[owner, 0])
-    lengths = np.minimum(stops[piece], spans[owner, 1]) - begin
+    begin = np.maximum(starts[piece], firsts[owner])
+    lengths = np.minimum(stops[piece], lasts[owner]) - begin
     before = (stops - starts).cumsum() - (stops - starts)
     token = before[piece] + begin - starts[piece]
-    feature = features[owner] + begin - spans[owner, 0]
-    return tuple(np.stack([value, value + lengths], axis=1) for value in (token, feature))  # type: ignore[return-value]
+    feature = features.numpy()[owner, 0] + begin - firsts[owner]
+    both = (np.stack([value, value + lengths], axis=1) for value in (token, feature))
+    return dict(zip(names, map(torch.from_numpy, both), strict=True))

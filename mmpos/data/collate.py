@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mmpos.data.batch import Batch
+from mmpos.data.batch import Batch, construct
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import PositionTable, Side
-from mmpos.rotary.device import DevicePositions, row_length_of
 from mmpos.segments.kinds import AUDIO_TOKEN, PATCH
 from mmpos.support import native
 from mmpos.support.checks import INT32_MAX, IntArray, counted, integer, one_of
@@ -23,20 +22,17 @@ from mmpos.support.ragged import true_runs
 
 __all__ = ["PackedCollator", "PaddedCollator"]
 
-T = TypeVar("T")
-
 Examples = Sequence[Example] | Sequence[Pack] | Pack
 
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Collator that concatenates documents into one row; a picklable collate_fn for DataLoader.
+    """Collator that concatenates documents into one row; a picklable collate_fn.
 
     Args:
-        multiple_of: multiple to which the length of every document is padded; the padding counts as part of the
-            document in cu_seqlens; 2 * world_size for zigzag context parallelism.
-        length: number of tokens in every batch, for static shapes; the remaining tokens form one more document of
-            padding. None adds no padding.
+        multiple_of: multiple to which the length of every document is padded, as part of the document in cu_seqlens;
+            2 * world_size for zigzag context parallelism.
+        length: number of tokens in every batch, for static shapes, filled with one document of padding; None for any.
         pad_token_id: value of input_ids on padding.
     """
 
@@ -53,9 +49,9 @@ class PackedCollator:
         Raises:
             InvalidInputError: an example is incompatible with the first, or the batch exceeds length.
         """
-        return _collate(examples, self, None, self._sizes)
+        return _collate(examples, self, None)
 
-    def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
         """Return the padded size of every document, and the size of the padding after the last."""
         sizes = [-(-example.num_tokens // self.multiple_of) * self.multiple_of for example in examples]
         tokens = sum(sizes)
@@ -72,7 +68,7 @@ class PaddedCollator:
     Args:
         side: side of the padding, "right" or "left".
         multiple_of: multiple to which the length is rounded up.
-        length: number of tokens in every row, for static shapes; None uses the length of the longest document.
+        length: number of tokens in every row; None uses the length of the longest document.
         pad_token_id: value of input_ids on padding.
     """
 
@@ -91,9 +87,9 @@ class PaddedCollator:
         Raises:
             InvalidInputError: an example is incompatible with the first, or longer than length.
         """
-        return _collate(examples, self, self.side, self._sizes)
+        return _collate(examples, self, self.side)
 
-    def _sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
         """Return the size of every row, and 0 because no padding follows the last row."""
         lengths = [example.num_tokens for example in examples]
         seq = -(-max(lengths) // self.multiple_of) * self.multiple_of if self.length is None else self.length
@@ -118,7 +114,6 @@ class _Arrays(NamedTuple):
     feature_spans: IntArray
     audio_spans: IntArray | None
     audio_feature_spans: IntArray | None
-    row_length: int  # number of tokens in every document if they are all equal, else 0
     scheme: str | None  # common scheme of all documents, if any
     fractional: bool
     pixels: bool  # whether any example has patches
@@ -130,84 +125,56 @@ _READ = (
 )
 """Attributes that the C extension reads from an example, its sequence and its positions."""
 
+_LATER = ("text_positions", "cu_seqlens", "grid_thw", "image_spans", "feature_spans")
+"""Fields of a batch that are made when they are first read."""
+
 _MAKE = (np.empty, np.dtype(np.int64), np.dtype(np.int32))
 
 
-def _collate(
-    examples: Examples,
-    collator: PackedCollator | PaddedCollator,
-    side: Side | None,
-    sizes: Callable[[Sequence[Example]], tuple[list[int], int]],
-) -> Batch:
+def _collate(examples: Examples, collator: PackedCollator | PaddedCollator, side: Side | None) -> Batch:
     """Collate examples into rows padded on a side, or into one packed row if side is None."""
-    flattened, core, tensor = _flatten(examples), native.core, torch.from_numpy
+    flattened = list(examples.examples) if type(examples) is Pack else _flatten(examples)
+    core, tensor = native.core, torch.from_numpy
     layout = (collator.multiple_of, collator.length, collator.pad_token_id, side)
     fields = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
-    arrays = _Arrays._make(fields or _write(flattened, sizes, side, collator.pad_token_id))
-    scheme = arrays.scheme
-    if scheme is None:
-        scheme = " + ".join(dict.fromkeys(example.sequence.positions.scheme for example in flattened))
-    tokens, table = arrays.input_ids.size, arrays.table.copy()
-    arrays.table.setflags(write=False)
-    arrays.documents.setflags(write=False)
+    arrays = _Arrays._make(fields or _write(flattened, collator, side))
+    schemes = dict.fromkeys(example.sequence.positions.scheme for example in flattened) if not arrays.scheme else {}
+    table, documents, tokens = arrays.table, arrays.documents, arrays.input_ids.size
+    table.setflags(write=False)
+    documents.setflags(write=False)
+    fractional, scheme = arrays.fractional, arrays.scheme or " + ".join(schemes)
+    positions = construct(
+        PositionTable, table=table, documents=documents, num_tokens=tokens, fractional=fractional, scheme=scheme
+    )
     mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
     patches = _patches(flattened) if arrays.pixels else None
-    return _construct(
+    later = {name: getattr(arrays, name) for name in _LATER}
+    return construct(
         Batch,
         keys=tuple([example.key for example in flattened]),
-        positions=_construct(
-            PositionTable,
-            table=arrays.table,
-            documents=arrays.documents,
-            num_tokens=tokens,
-            fractional=arrays.fractional,
-            scheme=scheme,
-        ),
-        device_positions=_construct(
-            DevicePositions,
-            table=tensor(table),
-            num_tokens=tokens,
-            row_length=arrays.row_length,
-            fractional=arrays.fractional,
-        ),
+        positions=positions,
         input_ids=tensor(arrays.input_ids),
         labels=tensor(arrays.labels),
-        text_positions=tensor(arrays.text_positions),
-        cu_seqlens=tensor(arrays.cu_seqlens),
         attention_mask=None if mask is None else tensor(mask),
         patches=None if patches is None else tensor(patches),
-        grid_thw=tensor(arrays.grid_thw),
-        image_spans=tensor(arrays.image_spans),
-        feature_spans=tensor(arrays.feature_spans),
-        audio_spans=None if audio is None else tensor(audio),
-        audio_feature_spans=None if audio_rows is None else tensor(audio_rows),
         shifted=False,
         world_size=1,
+        audio_spans=None if audio is None else tensor(audio),
+        audio_feature_spans=None if audio_rows is None else tensor(audio_rows),
+        _later={"device_positions": positions, **later},
     )
 
 
-def _construct(cls: type[T], **fields: Any) -> T:
-    """Create an instance of a dataclass from all its fields, without the checks of ``__init__``."""
-    instance = object.__new__(cls)
-    vars(instance).update(fields)
-    return instance
-
-
-def _write(
-    examples: Sequence[Example],
-    sizes_of: Callable[[Sequence[Example]], tuple[list[int], int]],
-    side: Side | None,
-    pad_token_id: int,
-) -> _Arrays:
+def _write(examples: Sequence[Example], collator: PackedCollator | PaddedCollator, side: Side | None) -> _Arrays:
     """Write the arrays document by document, as the C extension does; raise if the examples do not fit."""
     _check_fit(examples)
-    sizes, rest = sizes_of(examples)
+    sizes, rest = collator.sizes(examples)
     positions = PositionTable.concatenate([example.sequence.positions for example in examples])
     positions = positions.pad(sizes, side or "right")
     if rest:
         positions = PositionTable.concatenate([positions, positions.window([0], [0], [0]).pad(rest)])
     tokens = positions.num_tokens
-    input_ids, labels = np.full(tokens, pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
+    input_ids, labels = np.full(tokens, collator.pad_token_id, np.int64), np.full(tokens, IGNORE_INDEX, np.int64)
     text_positions, attention_mask = np.zeros(tokens, np.int32), np.zeros(tokens, np.int64)
     types, image_starts = np.zeros(tokens, np.uint8), []
     stop = 0
@@ -235,7 +202,6 @@ def _write(
         _feature_rows(images),
         audio if len(audio) else None,
         _feature_rows(audio) if len(audio) else None,
-        row_length=row_length_of(positions),
         scheme=positions.scheme,
         fractional=positions.fractional,
         pixels=True,
@@ -250,12 +216,11 @@ def _feature_rows(spans: IntArray) -> IntArray:
 
 
 def _flatten(examples: object) -> list[Example]:
-    """Return the examples of a list, of a Pack, or of several Packs."""
-    entries = [examples] if isinstance(examples, Pack) else examples
-    if not isinstance(entries, list | tuple):
-        raise InvalidInputError(f"examples: got {type(entries).__name__}, want a list of Examples or a Pack")
+    """Return the examples of a list or of several Packs."""
+    if not isinstance(examples, list | tuple):
+        raise InvalidInputError(f"examples: got {type(examples).__name__}, want a list of Examples or a Pack")
     flattened: list[Example] = []
-    for i, entry in enumerate(entries):
+    for i, entry in enumerate(examples):
         if isinstance(entry, Example):
             flattened.append(entry)
         elif isinstance(entry, Pack):
@@ -273,11 +238,9 @@ def _check_fit(examples: Sequence[Example]) -> None:
     for i, example in enumerate(examples):
         if not example.num_tokens:
             raise InvalidInputError(f"{_name(examples, i)}: got no tokens, want at least one")
-        if example.sequence.positions.axes != axes:
-            got = example.sequence.positions.axes
-            raise InvalidInputError(
-                f"{_name(examples, i)}: positions: got {counted(got, 'axis')}, want {axes} as in the first"
-            )
+        if (got := example.sequence.positions.axes) != axes:
+            want = f"{axes} as in the first"
+            raise InvalidInputError(f"{_name(examples, i)}: positions: got {counted(got, 'axis')}, want {want}")
 
 
 def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
@@ -287,9 +250,8 @@ def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
     for (i, _), kind in zip(numbered, kinds, strict=True):
         if kind != kinds[0]:
             got, want = (("no pixels" if k is None else " ".join(map(str, k))) for k in (kind, kinds[0]))
-            raise InvalidInputError(
-                f"{_name(examples, i)}: patches: got {got}, want {want} as in examples[{numbered[0][0]}]"
-            )
+            want += f" as in examples[{numbered[0][0]}]"
+            raise InvalidInputError(f"{_name(examples, i)}: patches: got {got}, want {want}")
     arrays = [patches for _, patches in numbered if patches is not None]
     return np.concatenate(arrays) if arrays else None
 

@@ -15,24 +15,10 @@ from mmpos.segments.kinds import AUDIO, NO_FRAME, TEXT
 from mmpos.segments.table import SegmentTable
 from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder, is_ids
 from mmpos.support.checks import IntArray, boolean, integer, naming, one_of
-from mmpos.support.ragged import ragged_arange
 
 __all__ = [
-    "IGNORE_INDEX",
-    "BrokenImage",
-    "Builder",
-    "Document",
-    "Example",
-    "Format",
-    "ImageError",
-    "Location",
-    "MakeExample",
-    "OnImageError",
-    "Piece",
-    "Preprocess",
-    "Record",
-    "RecordError",
-    "join_texts",
+    *("IGNORE_INDEX", "BrokenImage", "Builder", "Document", "Example", "Format", "ImageError", "Location"),
+    *("MakeExample", "OnImageError", "Piece", "Preprocess", "Record", "RecordError", "join_texts"),
 ]
 
 
@@ -44,25 +30,17 @@ OnImageError = Literal["drop", "skip-document", "raise"]
 
 
 class ImageError(RecordError):
-    """Error for a record with an unreadable image, raised if images have their own error policy.
-
-    Attributes:
-        on_error: "raise" or "skip"; overrides the policy for records.
-    """
+    """Error for a record with an unreadable image, whose ``on_error`` overrides the policy for records."""
 
     on_error: Literal["raise", "skip"] = "raise"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Shard and index of a record.
+    """Shard, by its path or name, and index of a record.
 
     >>> print(Location("shard-003.tar", 17))
     shard-003.tar[17]
-
-    Args:
-        source: path or name of the shard.
-        index: index of the record in the shard.
     """
 
     source: str
@@ -90,12 +68,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
-    """Text and images of one record, in order.
-
-    Args:
-        key: id of the record.
-        pieces: pieces in order; at least one.
-    """
+    """Text and images of one record, in order: the id of the record, and at least one piece."""
 
     key: str
     pieces: tuple[Piece, ...]
@@ -106,18 +79,13 @@ class Document:
 
     @property
     def parts(self) -> list[object]:
-        """Parts of all pieces, for a builder."""
+        """Parts of all pieces."""
         return [piece.part for piece in self.pieces]
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenImage:
-    """Part that replaces an image, a video or audio that cannot be resolved.
-
-    Args:
-        error: error raised when the reference was resolved.
-        kind: "image", "video" or "audio".
-    """
+    """Part that replaces an image, a video or audio (the kind) that cannot be resolved, with the error."""
 
     error: RecordError
     kind: str = "image"
@@ -158,12 +126,14 @@ class Example:
         sequence: tokens, positions and patches.
         labels: (tokens,) int64, IGNORE_INDEX on tokens that are not trained on.
         dropped_images: errors of the images that were left out.
+        origin: four numbers by which a loader finds the record again, then the first token and the end of a slice.
     """
 
     key: str
     sequence: InterleavedSequence
     labels: IntArray
     dropped_images: tuple[str, ...] = field(default=(), kw_only=True)
+    origin: tuple[int, ...] = field(default=(), kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if self.labels.shape != self.sequence.input_ids.shape:
@@ -187,8 +157,7 @@ class Example:
         """
         start = integer("start", start, minimum=0, maximum=self.num_tokens - 1)
         stop = integer("stop", stop, minimum=start + 1, maximum=self.num_tokens)
-        original = self.sequence
-        spans, marked = original.image_spans, original.marked_spans
+        original, spans, marked = self.sequence, self.sequence.image_spans, self.sequence.marked_spans
         for name, edge in (("start", start), ("stop", stop)):
             cut = (marked[:, 0] < edge) & (edge < marked[:, 1])
             if cut.any():
@@ -207,7 +176,9 @@ class Example:
             image_hashes=tuple(np.array(original.image_hashes, object)[kept]),
             part_offsets=np.unique(np.clip(original.part_offsets, start, stop) - start),
         )
-        return Example(self.key, sequence, self.labels[start:stop])
+        record, before = self.origin[:4], self.origin[4] if self.origin[4:] else 0
+        origin = (*record, before + start, before + stop) if record else ()
+        return Example(self.key, sequence, self.labels[start:stop], origin=origin)
 
 
 MakeExample = Callable[[Record, Location], Example]
@@ -220,7 +191,7 @@ class Preprocess:
 
     Args:
         format: converts a record to a document: one of mmpos.data.formats, or your own. A conversation format without a
-            template uses the chat template of the builder's tokenizer, or, with a warning, plain text if there is none.
+            template uses that of the builder's tokenizer, or, with a warning, plain text.
         builder: builds a sequence from the parts of the document.
         train_markers: whether to train on the [IMG], [/IMG] and row separators of images in trained pieces, and on
             audio markers in these pieces; patches and audio are never trained on.
@@ -246,11 +217,8 @@ class Preprocess:
             object.__setattr__(self, "format", for_tokenizer(getattr(self.builder, "tokenizer", None)))
         boolean("train_markers", self.train_markers)
         one_of("on_image_error", self.on_image_error, (*get_args(OnImageError), None))
-        if (
-            self.on_image_error is not None
-            and isinstance(self.builder, SequenceBuilder)
-            and self.builder.images is None
-        ):
+        reads_images = not isinstance(self.builder, SequenceBuilder) or self.builder.images is not None
+        if self.on_image_error is not None and not reads_images:
             got = f"{self.on_image_error!r} with a builder that reads no images"
             raise InvalidInputError(f"on_image_error: got {got}, want None, or SequenceBuilder(images=…)")
 
@@ -301,22 +269,22 @@ class Preprocess:
 
     def _example(self, document: Document, location: Location) -> Example:
         try:
-            with naming(_where(document, location)):
-                sequence = self.builder.build(document.parts)
+            sequence = self.builder.build([piece.part for piece in document.pieces])
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
+            where = _where(document, location)
             if isinstance(error, UnsupportedError) and isinstance(self.builder, SequenceBuilder):
-                with naming(_where(document, location)):
+                with naming(where):
                     for i, part in enumerate(document.parts):
                         self.builder.check_components(f"parts[{i}]", part)
-            raise RecordError(str(error)) from error
+            raise RecordError(f"{where}: {error}") from error
         return Example(document.key, sequence, self._labels(document, sequence))
 
     def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:
         train = np.repeat([piece.train for piece in document.pieces], np.diff(sequence.part_offsets))
         train &= sequence.token_type_ids == 0
         if not self.train_markers:
-            starts, stops = sequence.marked_spans.T
-            train[ragged_arange(stops - starts, starts)[1]] = False
+            for start, stop in sequence.marked_spans.tolist():
+                train[start:stop] = False
         return np.where(train, sequence.input_ids, IGNORE_INDEX)
 
 
@@ -330,13 +298,12 @@ def _segments(table: SegmentTable, start: int, stop: int) -> SegmentTable:
     stops = table.lengths.cumsum()
     starts = stops - table.lengths
     kept = (table.kind != TEXT) & (starts >= start) & (stops <= stop)
-    only_grids = table.kind.max() < AUDIO
     segments = SegmentTable.from_spans(
         [stop - start],
         starts[kept] - start,
         table.extents[:, kept].T,
         row_separator=table.row_separator is not None,
-        kind=None if only_grids else table.kind[kept],
+        kind=None if table.kind.max() < AUDIO else table.kind[kept],
         extra_tokens=None if table.extra_tokens is None else table.extra_tokens[kept],
     )
     seconds = first = None
@@ -346,7 +313,8 @@ def _segments(table: SegmentTable, start: int, stop: int) -> SegmentTable:
     if table.first_frame is not None:
         first = np.full(segments.kind.size, NO_FRAME, np.int64)
         first[segments.kind != TEXT] = table.first_frame[kept]
-    return replace(segments, seconds_per_frame=seconds, first_frame=first)
+    whole = seconds is first is None
+    return segments if whole else replace(segments, seconds_per_frame=seconds, first_frame=first)
 
 
 def _patches(sequence: InterleavedSequence, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.generic] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -17,13 +17,13 @@ from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, SkipLimit, skips_images
 from mmpos.data.readers import Reader
-from mmpos.data.stream import BatchStream, Feed, Split, SplitBy, Stages, StreamState, shard_order
+from mmpos.data.stream import BatchStream, Draws, Feed, Split, SplitBy, StreamState
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.sequence.builder import InterleavedSequence
 from mmpos.support.checks import IntArray, integer, one_of
 from mmpos.support.files import local_path
 
-__all__ = ["BatchDataset"]
+__all__ = ["BatchDataset", "Corpus"]
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # typing.TypeVar has defaults only since Python 3.13
@@ -38,13 +38,7 @@ _VERSION = 1
 
 
 class DatasetState(StreamState):
-    """JSON-compatible state of a BatchDataset.
-
-    Args:
-        version: version of the state.
-        epoch: current epoch.
-        of: arguments that the state depends on.
-    """
+    """JSON-compatible state of a BatchDataset, with its version, the epoch and the arguments that it depends on."""
 
     version: int
     epoch: int
@@ -102,20 +96,14 @@ class BatchDataset(IterableDataset[_Item]):
         threads: int = 0,
     ) -> None:
         super().__init__()
-        self._shards = tuple(shards)
-        for i, shard in enumerate(self._shards):
-            if not isinstance(shard, Reader):
-                raise InvalidInputError(
-                    f"shards[{i}]: got {type(shard).__name__}, want a reader; readers.shards opens files"
-                )
-        if not callable(preprocess):
-            raise InvalidInputError(f"preprocess: got {type(preprocess).__name__}, want a Preprocess, or get_example")
+        self._corpora = self._named(shards, preprocess)
         if not all(hasattr(batching, name) for name in ("add", "flush", "pending")):
             raise InvalidInputError(f"batching: got {type(batching).__name__}, want a Packer or a Batcher")
         one_of("split", split, get_args(SplitBy))
         if batching.pending:
             raise InvalidInputError(f"batching: got {len(batching.pending)} pending examples, want an empty one")
-        self._stages = Stages(preprocess, batching, collate, integer("threads", threads, minimum=0))
+        self._batching, self._collate = batching, collate
+        self._threads = integer("threads", threads, minimum=0)
         self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
         self._folder = None if quarantine is None else local_path("quarantine", quarantine)
         self._on_error: OnError = on_error
@@ -123,13 +111,12 @@ class BatchDataset(IterableDataset[_Item]):
         SkipLimit(max_skipped)
         if one_of("on_error", on_error, ("raise", "skip")) == "skip" and quarantine is None:
             raise InvalidInputError("quarantine: got None, want a path; skipped records are never dropped silently")
-        if skips_images(preprocess) and quarantine is None:
+        if self._skips_images and quarantine is None:
             raise InvalidInputError("quarantine: got None, want a path; images are never dropped silently")
         # The assumption of a single rank is checked again when iteration starts.
         self._guessed = rank is None and world_size is None and not _distributed()
         self._split = Split(*_ranks(rank, world_size), by=split)
-        # These are in shared memory so that persistent workers see the next epoch, and this process sees that workers
-        # exist.
+        # In shared memory, so that persistent workers see the next epoch, and this process sees that workers exist.
         self._epoch = torch.tensor(0).share_memory_()
         self._chosen = torch.tensor(False).share_memory_()
         self._in_workers = torch.tensor(False).share_memory_()
@@ -157,20 +144,17 @@ class BatchDataset(IterableDataset[_Item]):
             num_workers: number of workers of the DataLoader.
 
         Returns:
-            the number of batches; None if sizes are unknown, if ``batching`` splits or truncates texts, or if records
-            or images may be skipped.
+            the number; None if sizes are unknown, ``batching`` cuts texts, or records or images may be skipped.
         """
-        batching, epoch, workers = self._stages.batching, self.epoch, max(num_workers, 1)
-        lengths = [_lengths(shard, batching) for shard in self._readers(epoch)]
-        skips = self._on_error != "raise" or skips_images(self._stages.preprocess)
-        if skips or any(of_shard is None for of_shard in lengths):
+        lengths = [[_lengths(shard, self._batching) for shard in corpus.shards] for corpus in self._corpora]
+        unknown = any(shard is None for corpus in lengths for shard in corpus)
+        if unknown or self._on_error != "raise" or self._skips_images or self._draws.stop is None:
             return None
-        readers = tuple(_Sizes(of_shard) for of_shard in lengths if of_shard is not None)
+        corpora = [Corpus(tuple(map(_Sizes, corpus)), _Sizes.example) for corpus in lengths]  # type: ignore[arg-type]
         count = 0
-        for worker in range(workers):
-            split = replace(self._split, worker=worker, num_workers=workers)
-            stages, quarantine = Stages(_Sizes.example, batching), Quarantine("raise", None, SkipLimit())
-            count += sum(1 for _ in BatchStream(self._feed(readers, split, epoch), stages, quarantine))
+        for worker in range(workers := max(num_workers, 1)):
+            feeds = self._feeds(corpora, replace(self._split, worker=worker, num_workers=workers), self.epoch)
+            count += sum(1 for _ in BatchStream(feeds, self._batching, draws=self._draws))
         return count
 
     @property
@@ -178,13 +162,12 @@ class BatchDataset(IterableDataset[_Item]):
         """None, since all shuffling follows from the seed; accelerate reads it before splitting a dataset across ranks.
 
         Raises:
-            UnsupportedError: the dataset is already split across ranks; splitting it again would lose batches.
+            UnsupportedError: the dataset is already split across ranks.
         """
         if self._split.world_size > 1:
-            raise UnsupportedError(
-                f"generator: got a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate "
-                "is about to split across ranks again; load it through mmpos.data.RankLoader"
-            )
+            got = f"a dataset for rank {self._split.rank} of {self._split.world_size}, which accelerate"
+            want = "load it through mmpos.data.RankLoader"
+            raise UnsupportedError(f"generator: got {got} is about to split across ranks again; {want}")
 
     def __iter__(self) -> Iterator[_Item]:
         """Iterate over the batches of an epoch, from its start or from the state that was loaded."""
@@ -194,13 +177,10 @@ class BatchDataset(IterableDataset[_Item]):
             self._check(self._state)  # checked again, since the state may have been loaded in another process
         self._streamed = self.epoch if self._state is None else self._state["epoch"]
         split, epoch = self._worker_split(), self._streamed
-        feed = self._feed(self._readers(epoch), split, epoch)
-        lines = self._lines(f"rank{split.rank}-worker{split.worker}.jsonl")
-        counts = {} if self._state is None else self._state["counts"]
-        limit = SkipLimit(self._max_skipped, counts.get("records", 0), counts.get("skipped", 0))
-        quarantine = Quarantine(self._on_error, lines, limit, {"epoch": epoch})
-        self._stream, self._state = BatchStream(feed, self._stages, quarantine, self._state), None
-        return self._stream
+        feeds = self._feeds(self._corpora, split, epoch, {} if self._state is None else self._state["counts"])
+        options: dict[str, Any] = {"threads": self._threads, "draws": self._draws, "state": self._state}
+        self._stream, self._state = BatchStream(feeds, self._batching, self._collate, **options), None
+        return iter(self._stream)
 
     def state_dict(self) -> DatasetState:
         """Return the JSON-compatible state of the latest iterator: a few integers per pending example, no pixels.
@@ -209,9 +189,8 @@ class BatchDataset(IterableDataset[_Item]):
             UnsupportedError: workers read the dataset; use the state of the DataLoader instead.
         """
         if self._in_workers and get_worker_info() is None:
-            raise UnsupportedError(
-                "state_dict: got a dataset that workers read, want the state_dict of torchdata's StatefulDataLoader"
-            )
+            want = "the state_dict of torchdata's StatefulDataLoader"
+            raise UnsupportedError(f"state_dict: got a dataset that workers read, want {want}")
         if self._state is not None:
             return self._state.copy()
         if self._stream is None:
@@ -244,48 +223,80 @@ class BatchDataset(IterableDataset[_Item]):
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
             raise InvalidInputError(f"state: got {got}, want version {_VERSION} from state_dict")
         for name, want in self._identity().items():
-            if state["of"][name] != want:
-                raise InvalidInputError(f"state: got {name} {state['of'][name]}, want {want}")
+            if (got := state["of"].get(name)) != want:
+                raise InvalidInputError(f"state: got {name} {got}, want {want}")
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_stream": None}
 
     def _worker_split(self) -> Split:
-        """Return the split of this worker."""
         if self._guessed and _distributed() and torch.distributed.get_world_size() > 1:
-            raise InvalidInputError(
-                "rank: got a dataset created before torch.distributed was initialised, want it created after, or with "
-                "rank and world_size"
-            )
+            got = "a dataset created before torch.distributed was initialised"
+            raise InvalidInputError(f"rank: got {got}, want it created after, or with rank and world_size")
         info = get_worker_info()
         if info is None:
             return self._split
         return Split(self._split.rank, self._split.world_size, info.id, info.num_workers, self._split.by)
 
-    def _readers(self, epoch: int) -> tuple[Reader, ...]:
-        """Return the shards in the order of an epoch."""
-        order = shard_order(len(self._shards), self._seed, epoch) if self._shuffle else range(len(self._shards))
-        return tuple(self._shards[i] for i in order)
+    _draws = Draws()
 
-    def _feed(self, readers: tuple[Reader, ...], split: Split, epoch: int) -> Feed:
-        """Return the records of one consumer."""
-        seed = (self._seed, epoch, split.consumer)
-        return Feed(readers, tuple(split.portions(len(readers))), max(self._shuffle, 1), seed)
+    @property
+    def _skips_images(self) -> bool:
+        return any(skips_images(corpus.preprocess) for corpus in self._corpora)
 
-    def _lines(self, name: str) -> QuarantineFile | None:
-        return None if self._folder is None else QuarantineFile(self._folder / name)
+    def _named(self, shards: Any, preprocess: Any) -> tuple[Corpus, ...]:
+        """Check shards and preprocess, and return the corpora in the order of the names of _draws."""
+        return (Corpus.of("", shards, preprocess),)
+
+    def _feeds(
+        self, corpora: Sequence[Corpus], split: Split, epoch: int, counts: Mapping[str, int] | None = None
+    ) -> list[Feed]:
+        """Return one consumer's records of each corpus; without counts, a record that cannot be used is an error."""
+        path = self._folder and self._folder / f"rank{split.rank}-worker{split.worker}.jsonl"
+        lines = QuarantineFile(path) if path and counts is not None else None
+        feeds = []
+        for i, corpus in enumerate(corpora):
+            name = self._draws.names[i]
+            read = [(counts or {}).get(f"{what}/{name}" if name else what, 0) for what in ("records", "skipped")]
+            quarantine = Quarantine(self._on_error, lines, SkipLimit(self._max_skipped, *read), {"epoch": epoch})
+            seed = (self._seed, epoch)
+            feeds.append(Feed(corpus.shards, corpus.preprocess, quarantine, split, self._shuffle, seed, i))
+        return feeds
 
     def _identity(self) -> dict[str, object]:
         """Return the arguments that a state depends on."""
         split = self._worker_split()
-        names = "\n".join(os.path.basename(shard.source) for shard in self._shards)  # a corpus may move
+        shards = [shard for corpus in self._corpora for shard in corpus.shards]
+        names = "\n".join(os.path.basename(shard.source) for shard in shards)  # a corpus may move
         return {
-            "shards": f"{len(self._shards)} with checksum {zlib.crc32(names.encode()):08x}",
+            "shards": f"{len(shards)} with checksum {zlib.crc32(names.encode()):08x}",
             "consumer": f"{split.consumer} of {split.consumers} by {split.by}",
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "batching": {name: value for name, value in vars(self._stages.batching).items() if name[0] != "_"},
+            "batching": {name: value for name, value in vars(self._batching).items() if name[0] != "_"},
         }
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Shards with the function that makes examples from their records."""
+
+    shards: tuple[Reader, ...]
+    preprocess: MakeExample
+
+    @classmethod
+    def of(cls, name: str, shards: Iterable[object], preprocess: object) -> Corpus:
+        """Check the shards and preprocess of a corpus with this name in a blend, or "" outside one."""
+        key, readers = f"[{name!r}]" if name else "", []
+        for i, shard in enumerate(shards):
+            if not isinstance(shard, Reader):
+                got = type(shard).__name__
+                raise InvalidInputError(f"shards{key}[{i}]: got {got}, want a reader; readers.shards opens files")
+            readers.append(shard)
+        if not callable(preprocess):
+            got = type(preprocess).__name__
+            raise InvalidInputError(f"preprocess{key}: got {got}, want a Preprocess, or get_example")
+        return cls(tuple(readers), preprocess)
 
 
 def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
@@ -303,11 +314,7 @@ def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Reader of stand-in records with known sizes.
-
-    Args:
-        lengths: (records,) tokens of each record.
-    """
+    """Reader of stand-in records with known (records,) numbers of tokens."""
 
     lengths: IntArray
     source: str = "sizes"

@@ -36,14 +36,12 @@ class ModelInputs:
     """Arguments that models of one type expect for a pack, besides input_ids, labels and the document bounds.
 
     Args:
-        text_row: whether position_ids are [4, batch, seq] with the text row first; else they are [batch, seq]. The
-            model finds the document starts in the text row or in the only row.
-        images: whether the model takes pixel_values and image_grid_thw, or their counterparts for videos, and
-            mm_token_type_ids; else it takes only text.
+        text_row: whether position_ids are [4, batch, seq] with the text row, which gives the document starts, first;
+            else they are [batch, seq].
+        images: whether the model takes mm_token_type_ids and pixel_values with image_grid_thw, or those of videos.
         planes: whether pixel_values are (patches, 3, patch_size, patch_size) instead of (patches, values).
         seq_idx: whether layers without attention take the document index of each token.
-        expert_types: whether moe_mm_token_type_ids select the experts of each token, with image markers counted as
-            images.
+        expert_types: whether moe_mm_token_type_ids select experts, with image markers counted as images.
     """
 
     text_row: bool = False
@@ -162,22 +160,18 @@ def _check_kernels(kind: str) -> None:
 class ModelCollator:
     """Picklable collator that returns the arguments of an unpatched Transformers model; works with Trainer as well.
 
-    A pack becomes one row with separate documents. Eager attention, SDPA and FlexAttention read the document bounds
-    from position_ids; FlashAttention reads them from cu_seq_lens_q and cu_seq_lens_k. The arguments include
-    use_cache=False: with a cache, which the nested config of a language model requests even under Trainer, Transformers
-    ignores the bounds, and all tokens of the row would attend to each other.
+    Documents of a pack are separate. FlashAttention reads their bounds from cu_seq_lens_q and
+    cu_seq_lens_k, other attention from position_ids. The arguments include use_cache=False: with a cache, which the
+    nested config of a language model requests even under Trainer, all tokens of the row would attend to each other.
 
     Args:
         settings: settings of the model, from `mmpos.from_hf_config`; batches must be placed with the model's scheme.
-        images: ImageProcessor that made the patches; it converts uint8 patches to pixel_values. None creates one from
-            the settings when needed. Patches from the model's processor are passed on unchanged.
+        images: ImageProcessor that made the patches; None creates one from the settings when needed.
         collate: collator that makes the batch, packed or padded.
 
     Raises:
-        UnsupportedError: models of this type do not separate the documents of a pack, or are not known to, or only
-            with kernels that are missing (Qwen3.5 in Transformers 5.19, which would mix documents silently).
-        InvalidInputError: an argument has the wrong type, or images and settings differ in the order or size of
-            patches.
+        UnsupportedError: models of this type do not separate the documents of a pack, or only with missing kernels.
+        InvalidInputError: an argument has the wrong type, or images and settings differ in their patches.
     """
 
     settings: Model
@@ -218,15 +212,13 @@ class ModelCollator:
             examples: examples, one or more Packs, or a collated Batch on any device.
 
         Returns:
-            use_cache, input_ids, labels and position_ids (from the position table, or text positions for models with
-            one axis); for a pack, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, and seq_idx if the model
-            takes it; for a padded batch, attention_mask; for images, mm_token_type_ids, moe_mm_token_type_ids if the
-            model takes it, pixel_values and image_grid_thw before merging, or their counterparts for videos. Shifted
-            labels are also returned as shift_labels.
+            use_cache, input_ids, labels and position_ids; for a pack, cu_seq_lens_q, cu_seq_lens_k, max_length_q,
+            max_length_k, and seq_idx if the model takes it; for a padded batch, attention_mask; for images,
+            mm_token_type_ids, moe_mm_token_type_ids if the model takes it, pixel_values and image_grid_thw before
+            merging, or their counterparts for videos. Shifted labels are also returned as shift_labels.
 
         Raises:
-            InvalidInputError: the batch has positions of another scheme or placeholders of another model, or collate
-                raises this error.
+            InvalidInputError: the batch has positions of another scheme or placeholders of another model.
             UnsupportedError: images for a text-only model, images without pixels, or a context-parallel shard.
         """
         batch = examples if isinstance(examples, Batch) else self.collate(examples)
@@ -240,11 +232,13 @@ class ModelCollator:
         if self.inputs.images:
             rows["mm_token_type_ids"] = types
         if self.inputs.expert_types:
-            rows["moe_mm_token_type_ids"] = self._expert_types(batch.input_ids, types)
+            markers = [batch.input_ids.eq(marker).long() for marker in self.settings.image_markers or ()]
+            rows["moe_mm_token_type_ids"] = sum(markers, types)
         bounds: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.packed:
             if self.inputs.seq_idx:
-                rows["seq_idx"] = _documents(batch.cu_seqlens)
+                document = torch.arange(len(batch.cu_seqlens) - 1, dtype=torch.int32, device=batch.device)
+                rows["seq_idx"] = document.repeat_interleave(batch.cu_seqlens.diff())
             rows = {name: tensor.unsqueeze(-2) for name, tensor in rows.items()}
             bounds = dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen)
             bounds |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens)
@@ -261,28 +255,22 @@ class ModelCollator:
             if types.any():
                 raise _text_alone("batch", "image placeholders", kind)
         if batch.audio_spans is not None:
-            got = counted(len(batch.audio_spans), "run")
-            raise UnsupportedError(
-                f"batch: got {got} of audio for {kind!r}, want none; audio features are not passed on"
-            )
-        want = self.settings.scheme.label
-        if self.inputs.text_row and batch.positions.scheme != want:
-            got = batch.positions.scheme
-            raise InvalidInputError(
-                f"batch.positions: got scheme {got}, want {want} of {kind!r}: SequenceBuilder(scheme=settings.scheme)"
-            )
+            got = f"{counted(len(batch.audio_spans), 'run')} of audio for {kind!r}"
+            raise UnsupportedError(f"batch: got {got}, want none; audio features are not passed on")
+        got = batch.positions.scheme
+        if self.inputs.text_row and got != self.settings.scheme.label:
+            want = f"{self.settings.scheme.label} of {kind!r}: SequenceBuilder(scheme=settings.scheme)"
+            raise InvalidInputError(f"batch.positions: got scheme {got}, want {want}")
         if self.inputs.images and len(batch.grid_thw):
             self._check_placeholders(batch, types)
 
     def _check_placeholders(self, batch: Batch, types: Tensor) -> None:
         wrong = types.view(-1)[batch.image_spans[:, 0]].eq(0)
         if wrong.any():
-            i, want = int(wrong.int().argmax()), self.settings.placeholders.image
+            i, kind = int(wrong.int().argmax()), self.settings.model_type
             got = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
-            raise InvalidInputError(
-                f"image_spans[{i}]: got the placeholder {got}, want {want} of {self.settings.model_type!r}: "
-                "SequenceBuilder(markers=settings.markers)"
-            )
+            want = f"{self.settings.placeholders.image} of {kind!r}: SequenceBuilder(markers=settings.markers)"
+            raise InvalidInputError(f"image_spans[{i}]: got the placeholder {got}, want {want}")
 
     def _token_types(self, batch: Batch) -> Tensor:
         """Return the type of each token: 0 for text, 1 for image patches, 2 for video patches."""
@@ -298,13 +286,6 @@ class ModelCollator:
                 before = (inside - begin + end)[batch.cu_seqlens[:-1].long()]
                 inside -= before.repeat_interleave(batch.cu_seqlens.diff(), output_size=tokens.numel())
             types += types.eq(1) & (inside > 0)
-        return types
-
-    def _expert_types(self, tokens: Tensor, types: Tensor) -> Tensor:
-        """Return the token types, with 1 for the markers around images as well."""
-        types = types.clone()
-        for marker in self.settings.image_markers or ():
-            types += tokens.eq(marker)
         return types
 
     def _pixels(self, batch: Batch, types: Tensor) -> dict[str, Tensor]:
@@ -347,8 +328,8 @@ def _check_settings(settings: object) -> None:
         raise InvalidInputError(f"settings: got {got}, want the result of mmpos.from_hf_config(config)")
 
 
-_OWN_PIXELS = "ProcessedInputs with the output of the processor"
-"""Source of patches in an order that no ImageProcessor supports."""
+_PIXELS = ("pixel_values", "pixel_values_videos")
+_OWN_PIXELS = "ProcessedInputs with the output of the processor"  # for orders that no ImageProcessor supports
 
 
 def _text_alone(name: str, got: str, kind: str) -> UnsupportedError:
@@ -358,20 +339,14 @@ def _text_alone(name: str, got: str, kind: str) -> UnsupportedError:
     return UnsupportedError(f"{name}: got {got} for {kind!r}, want {want}")
 
 
-def _documents(cu_seqlens: Tensor) -> Tensor:
-    """Return the (tokens,) int32 document index of each token."""
-    document = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
-    return document.repeat_interleave(cu_seqlens.diff())
-
-
 @dataclass(frozen=True)
 class ProcessedInputs:
     """Picklable callable that converts the output of a model's processor for one document to an Example.
 
     A record has input_ids, (tokens,) or (1, tokens), and optionally image_grid_thw and pixel_values, video_grid_thw,
-    pixel_values_videos and second_per_grid_ts, all as returned by the processor: arrays, tensors on the host, or lists.
-    Optional labels, with the shape of input_ids, select the trained tokens; the default trains on everything but
-    patches. The field id or key becomes the key of the example.
+    pixel_values_videos and second_per_grid_ts, all as returned by the processor. Optional labels, with the shape of
+    input_ids, select the trained tokens; the default trains on everything but patches. The field id or key becomes the
+    key of the example.
 
     Args:
         settings: settings of the model, from `mmpos.from_hf_config`.
@@ -389,15 +364,13 @@ class ProcessedInputs:
         """Convert a record to an example.
 
         Raises:
-            RecordError: the record has no tokens, has padding, or has grids or pixels that do not match its tokens; the
-                error names the record.
+            RecordError: the record has no tokens, has padding, or has grids or pixels that do not match its tokens.
         """
-        key = str(record.get("id", record.get("key", location)))
         try:
-            return self._example(key, record)
+            return self._example(key := str(record.get("id", record.get("key", location))), record)
         except (InvalidInputError, UnsupportedError, LimitExceededError) as error:
-            message = str(error).replace("seconds_per_frame", "second_per_grid_ts")  # the name in records
-            raise RecordError(f"{key}: {message}") from error
+            # the name in records
+            raise RecordError(f"{key}: {error}".replace("seconds_per_frame", "second_per_grid_ts")) from error
 
     def _example(self, key: str, record: Record) -> Example:
         input_ids = _tokens("input_ids", record.get("input_ids"))
@@ -408,7 +381,7 @@ class ProcessedInputs:
         seconds = record.get("second_per_grid_ts")
         seconds = None if seconds is None else np.asarray(seconds).tolist()
         kind = self.settings.model_type
-        for name in ("pixel_values", "pixel_values_videos"):
+        for name in _PIXELS:
             if record.get(name) is not None and not MODEL_INPUTS.get(kind, _TEXT).images:
                 raise _text_alone(name, "pixels", kind)
         if grids["video_grid_thw"] is not None and self.settings.temporal_merge_size > 1:
@@ -439,13 +412,11 @@ class ProcessedInputs:
         )
         return Example(key, sequence, labels)
 
-    def _patches(
-        self, record: Record, grid_thw: IntArray, video: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.float32] | None:
+    def _patches(self, record: Record, grid_thw: IntArray, video: npt.NDArray[np.bool_]) -> Any:
         """Return the (patches, values) of images and videos, in token order."""
-        sources = [_array(record.get(name), np.float32) for name in ("pixel_values", "pixel_values_videos")]
+        sources = [_array(record.get(name), np.float32) for name in _PIXELS]
         counts = grid_thw.prod(axis=1) * self.settings.spatial_merge_size**2
-        for name, pixels, where in zip(("pixel_values", "pixel_values_videos"), sources, (~video, video), strict=True):
+        for name, pixels, where in zip(_PIXELS, sources, (~video, video), strict=True):
             got, want = (0 if pixels is None else len(pixels)), int(counts[where].sum())
             if got != want:
                 raise InvalidInputError(f"{name}: got {got} patches, want {want} as in the grids")
@@ -459,18 +430,17 @@ class ProcessedInputs:
 
 
 def _tokens(name: str, values: object) -> IntArray:
-    """Return the (tokens,) integers of one document, dropping a batch dimension of 1."""
+    """Return (tokens,) integers, dropping a batch dimension of 1."""
     array = host_array(name, values)
     return int_array(name, array[0] if array.ndim == 2 and len(array) == 1 else array, (None,))
 
 
 def _array(values: object, dtype: type = np.int64) -> Any:
-    """Convert values to an array unless they are None."""
     return None if values is None else np.asarray(values, dtype)
 
 
 def _margins(input_ids: IntArray, spans: IntArray, markers: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the number of marker tokens before and after every image: (1, 1) if every image has both, else (0, 0)."""
+    """Return (1, 1) if every image has a marker token before and after it, else (0, 0)."""
     if markers is None or not len(spans) or spans[0, 0] == 0 or spans[-1, 1] == input_ids.size:
         return 0, 0
     before, after = (

@@ -15,38 +15,20 @@ from mmpos.data.examples import Example, RecordError
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import boolean, first_bad, int_array, integer, one_of
 
-__all__ = [
-    "Batcher",
-    "Batching",
-    "Group",
-    "Overlong",
-    "Pack",
-    "PackCounts",
-    "Packer",
-    "first_fit_decreasing",
-]
+__all__ = ["Batcher", "Batching", "Group", "Overlong", "Pack", "PackCounts", "Packer", "first_fit_decreasing"]
 
 Overlong = Literal["raise", "truncate", "drop"]
 
 MIN_PIECE = 32
-"""Minimum number of tokens on either side of a cut that fills a pack; documents longer than a pack are cut where
-necessary.
-"""
+"""Minimum number of tokens on either side of a cut that fills a pack."""
 
 HELD_PACKS = 16
-"""Maximum number of tokens that a Packer holds, in packs; a larger value fills packs better but needs more memory,
-mostly for pixels.
-"""
+"""Maximum number of tokens that a Packer holds, in packs; more would fill packs better but need more memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Examples that become one packed batch.
-
-    Args:
-        examples: examples in the order of the batch; at least one.
-        max_tokens: capacity in tokens.
-    """
+    """Examples, at least one, that become one packed batch, and its capacity in tokens."""
 
     examples: tuple[Example, ...]
     max_tokens: int
@@ -69,7 +51,7 @@ class PackCounts:
     Args:
         packs: packs returned.
         tokens: tokens in these packs, excluding padding.
-        capacity: total capacity of these packs in tokens.
+        capacity: capacity of these packs in tokens.
         splits: cuts through documents whose parts were all kept.
         truncated: examples whose end was cut off.
         dropped: examples that were dropped.
@@ -94,21 +76,20 @@ class Packer:
     """Packer for a stream of examples; it buffers examples and combines those that fill a pack best.
 
     A pack starts with the oldest example, so that none waits forever, and continues with the longest ones that still
-    fit. With split_text, the remaining space is filled with the head of a document, cut between two text tokens; the
-    rest of the document becomes another example that keeps its position ids.
+    fit. With split_text, the remaining space is filled with the head of a document; the rest of the document becomes
+    another example that keeps its position ids.
 
-    To resume, add the ``pending`` examples of a Packer, in order, to a new Packer with the same arguments. This returns
-    no packs, and the new Packer continues exactly as the old one would; only its counts restart.
+    To resume, add the ``pending`` examples of a Packer, in order, to a new Packer with the same arguments; see
+    Batching. Only its counts restart.
 
     Args:
         max_tokens: maximum number of tokens in a pack.
-        buffer: maximum number of examples held between calls; together they have at most HELD_PACKS times max_tokens
-            tokens.
+        buffer: maximum number of examples held between calls, with at most HELD_PACKS times max_tokens tokens.
         split_text: whether documents may be cut between text tokens; images and audio with their markers stay whole.
         multiple_of: multiple to which the size of each document is rounded up; see PackedCollator.
-        overlong: policy for examples that do not fit: those longer than max_tokens, or, with split_text, those with an
-            image or audio longer than max_tokens. "raise" raises a RecordError; "truncate" cuts before the part that
-            does not fit; "drop" drops the example. The last two are counted.
+        overlong: policy for examples longer than max_tokens, or, with split_text, with an image or audio longer than
+            max_tokens. "raise" raises a RecordError; "truncate" cuts before the part that does not fit; "drop" drops
+            the example. The last two are counted.
     """
 
     def __init__(
@@ -149,10 +130,10 @@ class Packer:
         """
         if not isinstance(example, Example):
             raise InvalidInputError(f"example: got {type(example).__name__}, want an Example")
-        admitted = self._admit(example)
+        admitted = example if 0 < example.num_tokens <= self.max_tokens else self._admit(example)
         if admitted is None:
             return []
-        self._hold(self._arrived, admitted)
+        self._held[self._arrived], self._sizes[self._arrived] = admitted, self._size(admitted)
         self._arrived += 1
         packs = []
         while len(self._held) > self.buffer or sum(self._sizes.values()) > HELD_PACKS * self.max_tokens:
@@ -167,28 +148,31 @@ class Packer:
         return packs
 
     def _pack(self) -> Pack:
-        first = next(iter(self._held))
-        fits = self._sizes[first] <= self.max_tokens
-        chosen = [self._release(first) if fits else self._split(first, _last_cut(self._held[first], self.max_tokens))]
-        gap = self.max_tokens - self._size(chosen[0])
+        first, gap = next(iter(self._held)), self.max_tokens
+        if self._sizes[first] > gap:
+            chosen = [self._split(first, _last_cut(self._held[first], gap))]
+            gap -= self._size(chosen[0])
+        else:
+            gap -= self._sizes.pop(first)
+            chosen = [self._held.pop(first)]
         # One pass from the longest example, oldest first among equals, is enough, since the gap only shrinks.
         for number, size in sorted(self._sizes.items(), key=itemgetter(1), reverse=True):
             if size <= gap:
-                chosen.append(self._release(number))
-                gap -= size
+                chosen.append(self._held.pop(number))
+                gap -= self._sizes.pop(number)
         while self.split_text and gap >= MIN_PIECE and (cut := self._best_cut(gap)):
             chosen.append(self._split(*cut))
             gap -= self._size(chosen[-1])
-        pack = Pack(tuple(chosen), self.max_tokens)
-        self._counts.update(packs=1, tokens=pack.num_tokens, capacity=self.max_tokens)
-        return pack
+        tokens = sum([example.num_tokens for example in chosen])
+        self._counts.update(packs=1, tokens=tokens, capacity=self.max_tokens)
+        return Pack(tuple(chosen), self.max_tokens)
 
     def _best_cut(self, gap: int) -> tuple[int, int] | None:
         """Find the example whose head fills most of the gap, the oldest among equals, and where to cut it."""
         best, best_cut = MIN_PIECE - 1, None
         for number, example in self._held.items():
-            cut = _last_cut(example, min(gap, example.num_tokens - MIN_PIECE))
-            if cut > best:
+            limit = min(gap, example.num_tokens - MIN_PIECE)
+            if limit > best and (cut := _last_cut(example, limit)) > best:
                 best, best_cut = cut, (number, cut)
             if best == gap:
                 break
@@ -197,27 +181,19 @@ class Packer:
     def _split(self, number: int, cut: int) -> Example:
         """Cut the head off a buffered example; the remaining part keeps its place in the queue."""
         example = self._held[number]
-        self._hold(number, example.slice(cut, example.num_tokens))
+        self._held[number] = rest = example.slice(cut, example.num_tokens)
+        self._sizes[number] = self._size(rest)
         self._counts["splits"] += 1
         return example.slice(0, cut)
-
-    def _hold(self, number: int, example: Example) -> None:
-        self._held[number], self._sizes[number] = example, self._size(example)
-
-    def _release(self, number: int) -> Example:
-        del self._sizes[number]
-        return self._held.pop(number)
 
     def _size(self, example: Example) -> int:
         return -(-example.num_tokens // self.multiple_of) * self.multiple_of
 
     def _admit(self, example: Example) -> Example | None:
-        """Return the example, the part of it that can be packed, or None if it is dropped."""
+        """Return an overlong example, the part of it that can be packed, or None if it is dropped."""
         tokens = example.num_tokens
         if not tokens:
             raise RecordError(f"{example.key}: tokens: got none, want at least one")
-        if tokens <= self.max_tokens:
-            return example
         keep = _last_cut(example, self.max_tokens)
         fault = f"tokens: got {tokens}, want at most {self.max_tokens}"
         if self.split_text:
@@ -268,12 +244,7 @@ class Batching(Protocol):
 
 
 class Batcher:
-    """Batcher that groups a fixed number of examples at a time, in order of arrival.
-
-    Args:
-        batch_size: number of examples in a batch.
-        max_tokens: maximum number of tokens in an example; None accepts any.
-    """
+    """Batcher of a fixed number of examples in order of arrival, each of at most max_tokens tokens, if given."""
 
     def __init__(self, batch_size: int, *, max_tokens: int | None = None) -> None:
         self.batch_size = integer("batch_size", batch_size, minimum=1)

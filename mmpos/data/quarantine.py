@@ -17,27 +17,18 @@ from mmpos.support.checks import counted, finite
 from mmpos.support.files import named
 
 __all__ = [
-    "MAX_SKIPPED",
-    "OnError",
-    "Quarantine",
-    "QuarantineFile",
-    "SkipLimit",
-    "json_line",
-    "read_quarantine",
-    "skips_images",
+    *("MAX_SKIPPED", "OnError", "Quarantine", "QuarantineFile", "SkipLimit"),
+    *("json_line", "read_quarantine", "skips_images"),
 ]
 
 OnError = Literal["raise", "skip"]
 
-Line = Mapping[str, object]
-"""Fields of a skipped record: source, index, key, error and facts; for dropped images, also their number."""
+Line = Mapping[str, object]  # source, index, key, error and facts; for dropped images, also their number
 
 MAX_SKIPPED = 0.1
 """Default fraction of records that may be skipped."""
 
-_FIRST = 1000  # records of a worker over which the fraction is computed
-_ALWAYS = 10  # number of records that may always be skipped
-_REASONS = 3  # most frequent reasons listed in an error
+_FIRST, _ALWAYS, _REASONS = 1000, 10, 3  # records of the fraction; records always skipped; reasons in an error
 
 _logger = logging.getLogger(__name__)
 
@@ -68,11 +59,7 @@ class SkipLimit:
         self._records += 1
 
     def skip(self, location: Location, message: str) -> None:
-        """Count the latest record as skipped, with the message as the reason.
-
-        Raises:
-            InvalidInputError: too many records were skipped; the error counts the reasons.
-        """
+        """Count the latest record as skipped; raise InvalidInputError with the reasons if there are too many."""
         if self._records > _FIRST:
             return
         self._skipped += 1
@@ -83,12 +70,8 @@ class SkipLimit:
         self._check(_FIRST, f" of {_FIRST:,}")
 
     def end(self) -> None:
-        """Check the limit on the records read so far if there are fewer than 1,000.
-
-        Raises:
-            InvalidInputError: as in skip.
-        """
-        if self._records < _FIRST:
+        """Check the limit on the records read so far if there are fewer than 1,000; raise as in skip."""
+        if self._skipped and self._records < _FIRST:
             self._check(self._records)
 
     def _check(self, records: int, of: str = "") -> None:
@@ -110,33 +93,19 @@ class Quarantine:
     Args:
         on_error: "raise" raises the error; "skip" counts the record, logs a warning and passes a line to keep.
         keep: called with each line, for example a QuarantineFile.
-        limit: limit on skipped records.
-        facts: additional fields of each line.
-
-    Attributes:
-        skipped: number of records skipped so far.
         limit: limit on skipped records; it counts the records that are read.
+        facts: additional fields of each line.
     """
 
     def __init__(
-        self,
-        on_error: OnError,
-        keep: Callable[[Line], object] | None,
-        limit: SkipLimit,
-        facts: Line | None = None,
+        self, on_error: OnError, keep: Callable[[Line], object] | None, limit: SkipLimit, facts: Line | None = None
     ) -> None:
         self._on_error, self._keep = on_error, keep
         self._facts = dict(facts or {})
         self.limit = limit
-        self.skipped = 0
 
     def refuse(self, location: Location, raw: object, error: RecordError) -> None:
         """Raise the error of a record, or count the record, log a warning and keep its line.
-
-        Args:
-            location: shard and index of the record.
-            raw: the record, if it could be read.
-            error: error that names the record.
 
         Raises:
             RecordError: the error, if on_error is "raise"; an ImageError's own on_error is used instead.
@@ -146,7 +115,6 @@ class Quarantine:
         on_error = error.on_error if isinstance(error, ImageError) else self._on_error
         if on_error == "raise" or self._keep is None:
             raise error if message == str(error) else RecordError(message) from error
-        self.skipped += 1
         _logger.warning("skipped a record: %s", message)
         self._keep({**_identity(location, raw), "error": message, **self._facts})
         self.limit.skip(location, message)

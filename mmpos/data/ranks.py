@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, Literal, TypedDict, TypeVar, cast, get_args
 
 import torch
@@ -46,25 +45,13 @@ class RankState(TypedDict):
     loader: Any
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """Point in an epoch; see RankState."""
-
-    steps: int = 0
-    repeats: bool = False
-    over: bool = False
-
-
 class RankLoader(Generic[_Item]):
     """Loader that yields the whole batches of this rank, the same number on every rank.
 
     A BatchDataset already gives each rank its own batches, but accelerate would split the batches of a DataLoader
-    across ranks again. It leaves a RankLoader unchanged, since a RankLoader is not a DataLoader. Every rank must create
-    a RankLoader and iterate over it equally often; if ranks stop within an epoch, they must stop after the same step.
-
-    Keeping the number of steps equal takes one all-reduce of three bytes per step over gloo on the host, before the
-    batch is yielded. At this point, ranks wait for the slowest loader, as they would later wait for that rank's
-    gradients; no device waits.
+    across ranks again; it leaves a RankLoader unchanged. Every rank must create a RankLoader and iterate over it
+    equally often; if ranks stop within an epoch, they must stop after the same step. Keeping the number of steps equal
+    takes one all-reduce of three bytes per step over gloo on the host, before the batch is yielded.
 
     Args:
         loader: ``DataLoader(dataset, batch_size=None)`` of a BatchDataset, or any other iterable that starts over when
@@ -88,7 +75,7 @@ class RankLoader(Generic[_Item]):
         self.endless = boolean("endless", endless)
         self._group: distributed.ProcessGroup | None = None
         self._epoch = int(getattr(self.dataset, "epoch", 0))
-        self._progress, self._resumed = _Progress(), False
+        self._steps, self._repeats, self._over, self._resumed = 0, False, False, False
         if even and _ranks() > 1:
             self._group = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo"))
 
@@ -101,8 +88,8 @@ class RankLoader(Generic[_Item]):
     def steps_per_epoch(self) -> int | None:
         """Number of batches on every rank in the next epoch, or None if any rank does not know it.
 
-        The number comes from ``BatchDataset.num_batches`` if the dataset has this method, else from the length of the
-        loader. This is a collective operation: every rank must read this property.
+        The number comes from ``BatchDataset.num_batches`` or the length of the loader. Every rank must read this
+        property, which is a collective operation.
         """
         count = getattr(self.dataset, "num_batches", None)
         steps: int | None = _length(self.loader) if count is None else count(getattr(self.loader, "num_workers", 0))
@@ -116,11 +103,7 @@ class RankLoader(Generic[_Item]):
 
     @property
     def drop_last(self) -> bool:
-        """Attribute that accelerate reads before it replaces a loader to skip batches of a resumed run.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise UnsupportedError: accelerate reads it before it replaces a loader to skip batches of a resumed run."""
         raise UnsupportedError(
             "drop_last: got a RankLoader, which accelerate is about to replace to skip batches, want it unchanged; "
             "pass ignore_data_skip=True to TrainingArguments, and call load_state_dict before the run resumes"
@@ -142,14 +125,14 @@ class RankLoader(Generic[_Item]):
             UnsupportedError: worker processes read the dataset of a DataLoader, or neither the loader nor its dataset
                 has a ``state_dict`` method.
         """
-        state = {"version": _VERSION, "epoch": self._epoch, **asdict(self._progress)}
-        return cast(RankState, {**state, "loader": self._stateful.state_dict()})
+        own = self._stateful.state_dict()
+        steps, repeats, over = self._steps, self._repeats, self._over
+        return RankState(version=_VERSION, epoch=self._epoch, steps=steps, repeats=repeats, over=over, loader=own)
 
     def load_state_dict(self, state: RankState) -> None:
         """Resume the next iteration after the latest batch of a state; call this on every rank.
 
-        The batches equal those of an uninterrupted epoch, even if the rank was repeating. If the epoch had ended, the
-        next iteration yields no batches.
+        The batches equal those of an uninterrupted epoch; if it had ended, the next iteration yields no batches.
 
         Raises:
             InvalidInputError: the state is not from a RankLoader, or the loader rejects its part of the state.
@@ -158,7 +141,7 @@ class RankLoader(Generic[_Item]):
             got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
             raise InvalidInputError(f"state: got {got}, want version {_VERSION} from RankLoader.state_dict")
         self._epoch, self._resumed = state["epoch"], True
-        self._progress = _Progress(state["steps"], state["repeats"], state["over"])
+        self._steps, self._repeats, self._over = state["steps"], state["repeats"], state["over"]
         if not state["over"]:
             self._stateful.load_state_dict(state["loader"])
 
@@ -166,46 +149,43 @@ class RankLoader(Generic[_Item]):
         """Iterate over the batches of an epoch, from its start or from the state that was loaded."""
         yield from self._of_epoch()
         while self.endless:
-            if not self._progress.steps:
+            if not self._steps:
                 raise InvalidInputError("loader: got an epoch without batches, want at least one")
             self.set_epoch(self._epoch + 1)
             yield from self._of_epoch()
 
     def _of_epoch(self) -> Iterator[_Item]:
         if self._group is None and self.even and _ranks() > 1:
-            raise InvalidInputError(
-                "even: got a loader created before torch.distributed was initialised, want it created after"
-            )
+            got = "a loader created before torch.distributed was initialised"
+            raise InvalidInputError(f"even: got {got}, want it created after")
         if not self._resumed:
-            self._progress = _Progress()
+            self._steps, self._repeats, self._over = 0, False, False
         self._resumed = False
-        if self._progress.over:
+        if self._over:
             return
         batches = iter(self.loader)
         while True:
             batch = next(batches, _END)
-            repeats = self._progress.repeats or batch is _END
-            if self._ends(repeats):
+            ended = self._repeats or batch is _END
+            if self._ends(ended):
                 break
             if batch is _END:
                 batches = iter(self.loader)
                 batch = next(batches, _END)
                 if batch is _END:
-                    raise InvalidInputError(
-                        "loader: got no batches when iterated again, want the same batches as before"
-                    )
-            self._progress = _Progress(self._progress.steps + 1, repeats)
+                    want = "the same batches as before"
+                    raise InvalidInputError(f"loader: got no batches when iterated again, want {want}")
+            self._steps, self._repeats = self._steps + 1, ended
             yield cast(_Item, batch)
-        self._progress = replace(self._progress, over=True)
-        if not repeats:
-            steps = self._progress.steps
-            _LOG.warning("even='drop': the epoch ends after %d steps and leaves batches of this rank", steps)
+        self._over = True
+        if not ended:
+            _LOG.warning("even='drop': the epoch ends after %d steps and leaves batches of this rank", self._steps)
 
     def _ends(self, ended: bool) -> bool:
         """Return whether the epoch ends, given whether this rank has yielded all of its batches."""
         if self._group is None:
             return ended
-        flags = torch.tensor([ended, not ended, ended and not self._progress.steps], dtype=torch.uint8)
+        flags = torch.tensor([ended, not ended, ended and not self._steps], dtype=torch.uint8)
         distributed.all_reduce(flags, distributed.ReduceOp.MAX, self._group)
         some_ended, some_go_on, some_empty = map(bool, flags.tolist())
         if some_ended if self.even == "drop" else not some_go_on:
@@ -216,7 +196,6 @@ class RankLoader(Generic[_Item]):
 
     @property
     def _stateful(self) -> Any:
-        """The loader or its dataset, whichever has a ``state_dict`` method."""
         for candidate in (self.loader, self.dataset):
             if hasattr(candidate, "state_dict"):
                 return candidate
@@ -228,7 +207,6 @@ _END = object()
 
 
 def _length(loader: object) -> int | None:
-    """Return the number of batches of a loader, or None if it has no length, like a DataLoader over a stream."""
     try:
         return len(cast(Sized, loader))
     except TypeError:

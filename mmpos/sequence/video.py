@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.segments.kinds import Audio, Clip, Grid, Thumbnail, Tile, fraction, rational
+from mmpos.sequence.video_file import read_frames
 from mmpos.support.checks import INT32_MAX, counted, written
 
 __all__ = ["QWEN3_VL", "Plain", "Timestamp", "Video", "plain_parts", "refuse_crop", "timestamps"]
@@ -72,6 +74,38 @@ class Video:
         object.__setattr__(self, "frames", images)
         object.__setattr__(self, "times", seconds)
         object.__setattr__(self, "timestamps", timestamps("Video.timestamp", timestamp, seconds))
+
+    @classmethod
+    def from_file(
+        cls,
+        file: str | os.PathLike[str] | bytes,
+        *,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        max_frames: int | None = None,
+        timestamp: Timestamp = QWEN3_VL,
+    ) -> Video:
+        """Decode frames of a video file with PyAV, chosen as by Transformers, upright and at their real times.
+
+        Args:
+            file: path or bytes of the file.
+            fps: frames to choose per second, spread evenly over the frames of the file; needs a frame rate.
+            num_frames: frames to choose, spread evenly over the frames of the file; give this or fps.
+            max_frames: largest number of frames; more are spread out.
+            timestamp: as in the class.
+
+        Raises:
+            InvalidInputError: the file is not a video, is damaged or truncated, has no video or fewer frames than are
+                to be chosen; or fps and num_frames are both missing or both given.
+            ImportError: PyAV is not installed.
+        """
+        frames, times = read_frames(file, fps, num_frames, max_frames)
+        return cls(frames, times=times, timestamp=timestamp)
+
+    @property
+    def seconds_per_frame(self) -> Fraction | None:
+        """Mean interval between frames, as a Grid of all frames takes it; None for a single frame."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else None
 
     def __repr__(self) -> str:
         return f"Video({counted(len(self.frames), 'frame')}, {self.timestamps[0]!r} to {self.timestamps[-1]!r})"

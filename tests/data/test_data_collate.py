@@ -369,3 +369,14 @@ def test_batches_check_their_shapes() -> None:
             dataclasses.replace(batch, **changes)
     with pytest.raises(InvalidInputError, match=r"documents\[0\]: got 7 tokens, want a multiple of 4"):
         batch.shard(0, 2)
+
+
+def test_fields_that_are_made_when_first_read_can_be_pickled_before_it() -> None:
+    batch, other = (PackedCollator(multiple_of=4)([FIRST, SECOND]) for _ in range(2))
+    for one in (batch, other.shard(1, 2)):
+        assert "image_spans" not in vars(one)
+        copy = pickle.loads(pickle.dumps(one))
+        assert one.image_spans is one.image_spans
+        assert_equal(copy, one)
+    with pytest.raises(AttributeError, match="'Batch' object has no attribute 'spans'"):
+        assert batch.spans  # type: ignore[attr-defined]

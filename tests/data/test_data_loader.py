@@ -36,11 +36,12 @@ from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
 from mmpos.data.quarantine import Quarantine, SkipLimit, read_quarantine
 from mmpos.data.readers import Reader, dataset_shards, shards
-from mmpos.data.stream import BatchStream, Feed, Portion, Split, Stages
+from mmpos.data.stream import BatchStream, Feed, Portion, Split
 from mmpos.errors import InvalidInputError, UnsupportedError
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 PREPROCESS = Preprocess(HFImages(), BUILDER)
+QUARANTINE = Quarantine("raise", None, SkipLimit())
 
 
 class Numbers(NumberedShard):
@@ -106,7 +107,7 @@ def test_all_consumers_together_read_every_record_once(
     for rank in range(world_size):
         for worker in range(num_workers):
             split = Split(rank, world_size, worker, num_workers, by)
-            feed = Feed(readers, tuple(split.portions(len(readers))), shuffle, (0, 0, split.consumer))
+            feed = Feed(readers, PREPROCESS, QUARANTINE, split, shuffle)
             ids = [entry.raw["id"] for entry in feed.entries()]  # type: ignore[index]
             seen.update(ids)
             loads.append(len(ids))
@@ -265,7 +266,7 @@ def test_resuming_after_any_batch_is_exact(corpus: list[Reader], kind: str, shuf
     assert any(json.loads(state)["pending"] for state in states) == (kind != "padded")
     assert any(len(json.loads(state)["ready"]) > 1 for state in states) == (kind == "bursts")
     if kind == "packed":
-        assert any(len(trace) == 4 for state in states for trace in json.loads(state)["pending"])
+        assert any(len(trace) == 6 for state in states for trace in json.loads(state)["pending"])
     assert max(map(len, states)) < 2000
     chosen = new()
     chosen.set_epoch(4)  # called before a StatefulDataLoader loads its state
@@ -637,18 +638,17 @@ def test_rank_and_world_size_are_read_from_torch_distributed(tmp_path: Path) -> 
 def test_building_and_batching_call_few_functions() -> None:
     grid, builder, packer, collate = Grid(2, 3), SequenceBuilder(), Packer(200), PackedCollator()
     assert functions_called(lambda: builder.build(["A photo of ", grid, " at dusk"])) <= 27
-    quarantine, (row,) = Quarantine("raise", None, SkipLimit()), records(0, 1)
+    split, (row,) = Split(), records(0, 1)
 
     def batch() -> None:
-        feed = Feed((One("a", 1),), (Portion(0),), 1, (0, 0, 0))
-        (packed,) = BatchStream(feed, Stages(PREPROCESS, packer, collate), quarantine)
+        (packed,) = BatchStream([Feed((One("a", 1),), PREPROCESS, QUARANTINE, split)], packer, collate)
         assert len(packed.grid_thw) == 1
 
     class One(NumberedShard):
         def make(self, i: int) -> Any:
             return row
 
-    assert functions_called(batch) <= 110
+    assert functions_called(batch) <= 102
 
 
 # Memory

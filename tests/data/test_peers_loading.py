@@ -1,9 +1,8 @@
-"""Loaders resume exactly from torchdata's snapshots, and random archives yield the records of a plain loop."""
+"""Random archives yield the records of a plain loop."""
 
 from __future__ import annotations
 
 import io
-import json
 import random
 import tarfile
 from collections.abc import Iterator
@@ -13,98 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_corpus import NumberedShard
-from peer_cases import pairwise_cases
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mmpos import SequenceBuilder
-from mmpos.data import BatchDataset, Batcher, Document, Location, Packer, Piece, Preprocess, RecordError
-from mmpos.data.packing import Pack
+from mmpos.data import RecordError
 from mmpos.data.readers import TarReader
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
-]
-
-
-class Lines(NumberedShard):
-    """Shard of short texts."""
-
-    def make(self, i: int) -> Any:
-        return {"key": f"{self.source}/{i}", "text": "x" * (i % 7 + 1)}
-
-
-def document(record: Any, location: Location) -> Document:
-    return Document(record["key"], (Piece(record["text"]),))
-
-
-def listed(group: Any) -> list[tuple[str, int]]:
-    """Return the key and token count of each example in a group."""
-    examples = group.examples if isinstance(group, Pack) else group
-    return [(example.key, len(example.labels)) for example in examples]
-
-
-CORPUS = [Lines("a", 0), Lines("b", 100), Lines("c", 37)]
-
-BATCHINGS: dict[str, Batcher | Packer] = {
-    "one": Batcher(1),
-    "seven": Batcher(7),
-    "packs": Packer(24, buffer=5, split_text=True),
-}
-
-
-def dataset(batching: str = "one", shuffle: int = 0, **options: object) -> BatchDataset:
-    arguments: dict[str, Any] = {"preprocess": Preprocess(document, SequenceBuilder()), "shards": CORPUS} | options
-    return BatchDataset(batching=BATCHINGS[batching], collate=listed, seed=3, shuffle=shuffle, **arguments)
-
-
-def loader(data: BatchDataset, workers: int = 0, every: int = 1, persistent: bool = False, **options: object) -> Any:
-    context = "fork" if workers else None
-    return StatefulDataLoader(
-        data, batch_size=None, num_workers=workers, multiprocessing_context=context, snapshot_every_n_steps=every,
-        persistent_workers=persistent, **options,
-    )  # fmt: skip
-
-
-WORKERS = ((0, False), (2, False), (3, True))
-"""Numbers of workers, and whether they are persistent."""
-
-
-# torchdata
-
-
-@pytest.mark.parametrize(
-    ("workers", "batching", "interrupt", "every", "shuffle", "carried"),
-    pairwise_cases(
-        {
-            "workers": WORKERS,
-            "batching": tuple(BATCHINGS),
-            "interrupt": (0, 1, 10),
-            "every": (1, 2, 5),
-            "shuffle": (0, 9),
-            "carried": (False, True),
-        }
-    ),
-)
-def test_a_new_loader_resumes_from_a_snapshot(
-    workers: tuple[int, bool], batching: str, interrupt: int, every: int, shuffle: int, carried: bool
-) -> None:
-    count, persistent = workers
-    started = loader(dataset(batching, shuffle), count, every, persistent)
-    batches = iter(started)
-    for _ in range(interrupt):
-        next(batches)
-    state = started.state_dict()
-    rest = list(batches)
-    assert rest
-    resumed = loader(dataset(batching, shuffle), count, every, persistent)
-    resumed.load_state_dict(json.loads(json.dumps(state)) if carried else state)
-    assert list(resumed) == rest
-
-
-# Archives
+pytestmark = pytest.mark.slow
 
 
 def plain_records(path: Path) -> Iterator[dict[str, Any] | None]:

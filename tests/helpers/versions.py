@@ -63,6 +63,7 @@ with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
 EXTRAS = {
     "": PLACE,
     "pillow": IMAGE,
+    "video": "from mmpos.sequence.video_file import require_av; require_av()",
     "tokenizers": "import tokenizers",
     "cli": "from mmpos.__main__ import main; main(['demo', '-o', 'demo.png'])",
     "client": "from mmpos.client import Client; Client('localhost:1').close()",

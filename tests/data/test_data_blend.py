@@ -1,0 +1,327 @@
+"""Blends: records of several corpora are drawn by weight, and a run resumes exactly on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_corpus import NumberedShard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_processes import run_ranks
+from results import assert_equal
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from mmpos import SequenceBuilder, from_hf_config
+from mmpos.data import Blend, PackedCollator, RecordError, read_quarantine
+from mmpos.data.examples import Example, Location
+from mmpos.data.packing import Batcher, Packer
+from mmpos.data.quarantine import Quarantine, SkipLimit
+from mmpos.data.stream import Bookmark, Draws, Feed, Split
+from mmpos.errors import InvalidInputError
+
+BUILDER = SequenceBuilder()
+
+
+def example(raw: int, location: Location) -> Example:
+    """Make an example of 5 to 17 tokens, whose key is its location, from every record but each eleventh."""
+    if raw % 11 == 10:
+        raise RecordError(f"{location}: got {raw}, want a usable number")
+    sequence = BUILDER.build(["x" * (5 + raw % 13)])
+    return Example(str(location), sequence, sequence.input_ids)
+
+
+def tiny(raw: int, location: Location) -> Example:
+    sequence = BUILDER.build(["x"])
+    return Example(str(location), sequence, sequence.input_ids)
+
+
+def blend(sizes: dict[str, Any], batching: Any = None, **options: Any) -> Any:
+    """Blend corpora with shards of these sizes; batches are lists of keys unless ``collate`` is given."""
+    shards = {
+        name: [NumberedShard(f"{name}{i}", size) for i, size in enumerate([of] if isinstance(of, int) else of)]
+        for name, of in sizes.items()
+    }
+    defaults: dict[str, Any] = {"preprocess": tiny, "collate": keys, "weights": dict.fromkeys(sizes, 1), "seed": 3}
+    return Blend(shards, batching=batching or Batcher(1), **defaults | options)
+
+
+def keys(group: Any) -> list[str]:
+    return [one.key for one in getattr(group, "examples", group)]
+
+
+def joined(batches: Iterable[list[str]]) -> list[str]:
+    return [key for batch in batches for key in batch]
+
+
+def corpus_of(key: str) -> str:
+    return key.rstrip("0123456789[]")
+
+
+# Drawing
+
+
+@pytest.mark.parametrize("weights", [(3, 1, 1), (1, 1), (0.02, 0.98), (5, 1, 1, 1, 2)])
+@pytest.mark.parametrize("seed", [0, 1, 2**40])
+def test_records_are_drawn_by_weight(weights: tuple[float, ...], seed: int) -> None:
+    names = [chr(97 + i) for i in range(len(weights))]
+    dataset = blend(dict.fromkeys(names, 700), weights=dict(zip(names, weights, strict=True)), seed=seed, shuffle=50)
+    draws = 5000
+    counts = Counter(map(corpus_of, joined(islice(dataset, draws))))
+    # Hoeffding: a share of n independent draws is off by t or more with probability 2·exp(−2nt²) at most; here 1e-9.
+    bound = math.sqrt(math.log(2 / 1e-9) / (2 * draws))
+    for name, weight in zip(names, weights, strict=True):
+        assert abs(counts[name] / draws - weight / sum(weights)) < bound
+    report = dataset.state_dict()["counts"]
+    assert {name: report[f"records/{name}"] for name in names} == counts
+    assert report["records"] == draws
+
+
+def test_consumers_and_epochs_draw_independently() -> None:
+    def drawn(**options: Any) -> str:
+        dataset = blend({"a": 999, "b": 999}, **{"rank": 0, "world_size": 2} | options)
+        return "".join(map(corpus_of, joined(islice(dataset, 400))))
+
+    draws = {drawn(), drawn(rank=1), drawn(seed=4)}
+    assert len(draws) == 3
+    assert drawn() in draws
+
+
+@pytest.mark.parametrize(("stop", "short"), [("first", 30), ("last", 300)])
+def test_a_blend_stops_when_its_first_or_last_corpus_ends(stop: Any, short: int) -> None:
+    drawn = joined(blend({"a": 30, "b": 300}, stop=stop, shuffle=8))
+    counts = {name: Counter(key for key in drawn if corpus_of(key) == name) for name in "ab"}
+    if stop == "first":
+        assert sorted(counts["a"].values()) == [1] * 30, "every record, once"
+        assert set(counts["b"].values()) == {1}
+    else:
+        assert sorted(counts["b"].values()) == [1] * 300
+        assert len(counts["a"]) == 30
+        assert max(counts["a"].values()) - min(counts["a"].values()) <= 1, "started over evenly"
+
+
+def test_a_corpus_that_ends_is_shuffled_again() -> None:
+    drawn = [key for key in joined(islice(blend({"a": [6, 7], "b": [999]}, shuffle=20), 200)) if key[0] == "a"]
+    rounds = [drawn[i : i + 13] for i in range(0, 39, 13)]
+    assert len({tuple(one) for one in rounds}) == 3
+    assert all(sorted(one) == sorted(rounds[0]) for one in rounds)
+    kept = [key for key in joined(islice(blend({"a": [3], "b": [999]}), 60)) if key[0] == "a"]
+    assert kept[:6] == ["a0[0]", "a0[1]", "a0[2]"] * 2, "shuffle=0 keeps the order"
+
+
+def test_consumers_without_records_of_a_small_corpus_receive_some_in_later_rounds() -> None:
+    for rank in range(4):
+        dataset = blend({"a": 1, "b": 400}, rank=rank, world_size=4)
+        assert Counter(map(corpus_of, joined(islice(dataset, 100))))["a"] > 25
+
+
+def test_a_corpus_without_records_is_refused_when_it_starts_over() -> None:
+    with pytest.raises(InvalidInputError, match=r"^shards\['a'\]: got no records, want at least one"):
+        list(islice(blend({"a": 0, "b": 400}), 100))
+    assert set(map(corpus_of, joined(blend({"a": 0, "b": 400}, stop="first")))) <= {"b"}
+
+
+def test_each_corpus_has_its_own_preprocess(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"on_error": "skip", "quarantine": tmp_path, "max_skipped": 1.0, "stop": "first"}
+    dataset = blend({"a": 200, "b": 200}, preprocess={"a": tiny, "b": example}, **options)
+    drawn = joined(dataset)
+    counts = dataset.counts
+    assert counts["skipped"] == counts["skipped/b"] == len(read_quarantine(tmp_path)) > 10
+    assert "skipped/a" not in counts
+    assert len(drawn) == counts["records/a"] + counts["records/b"] - counts["skipped"]
+
+
+def test_the_limit_on_skipped_records_holds_for_each_corpus(tmp_path: Path) -> None:
+    def refuse(raw: int, location: Location) -> Example:
+        raise RecordError(f"{location}: got {raw}, want nothing")
+
+    dataset = blend(
+        {"a": 4000, "b": 90},
+        preprocess={"a": tiny, "b": refuse},
+        weights={"a": 97, "b": 3},
+        on_error="skip",
+        quarantine=tmp_path,
+    )
+    # 101 of the first 1,000 records of b are too many, even if they are 3 % of all records.
+    with pytest.raises(InvalidInputError, match="max_skipped: got 101 skipped of the first 101 records"):
+        list(islice(dataset, 20_000))
+
+
+# Resuming
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
+@pytest.mark.parametrize(
+    ("workers", "every", "persistent"), [(0, 1, False), (0, 5, False), (2, 1, True), (2, 2, False)]
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_blend_resumes_exactly_on_any_number_of_ranks_and_workers(
+    ranks: int, workers: int, every: int, persistent: bool, tmp_path: Path
+) -> None:
+    stop: Any = "last" if persistent or every == 5 else None
+
+    def new(rank: int) -> Any:
+        dataset = blend(
+            {"a": [40, 23], "b": [9], "c": [90, 30, 31]},
+            Packer(60, buffer=5, split_text=True),
+            preprocess={"a": example, "b": example, "c": tiny},
+            weights={"a": 3, "b": 1, "c": 1},
+            collate=PackedCollator(),
+            stop=stop,
+            shuffle=6,
+            rank=rank,
+            world_size=ranks,
+            on_error="skip",
+            max_skipped=1,
+            quarantine=tmp_path / "q",
+            threads=2 * (every == 5),
+        )
+        options = {"num_workers": workers, "persistent_workers": persistent, "snapshot_every_n_steps": every}
+        context = "fork" if workers else None
+        return StatefulDataLoader(dataset, batch_size=None, multiprocessing_context=context, **options)
+
+    for rank in range(ranks):
+        whole = list(islice(new(rank), 24))
+        assert stop or len(whole) == 24
+        for after in (0, 3, len(whole) - 1) if workers == 0 else (len(whole) // 2,):
+            loader = new(rank)
+            batches = iter(loader)
+            head = list(islice(batches, after))
+            state = json.loads(json.dumps(loader.state_dict()))
+            del batches, loader
+            resumed = new(rank)
+            resumed.load_state_dict(state)
+            assert_equal(head + list(islice(resumed, len(whole) - after)), whole)
+    lines = [line["index"] for line in read_quarantine(tmp_path / "q")]
+    assert len(lines) > 4
+    assert {index % 11 for index in lines} == {10}, "the records that cannot be used"
+
+
+def test_all_ranks_and_workers_together_read_every_record() -> None:
+    seen: Counter[str] = Counter()
+    for rank in range(2):
+        dataset = blend({"a": [5, 17], "b": [29]}, stop="last", shuffle=4, rank=rank, world_size=2, split="records")
+        loader: Any = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+        seen.update(joined(loader))
+    assert set(seen) == {f"a0[{i}]" for i in range(5)} | {f"a1[{i}]" for i in range(17)} | {
+        f"b0[{i}]" for i in range(29)
+    }
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.integers(0, 7),
+    st.integers(1, 3),
+    st.sampled_from(["first", "last", None]),
+    st.integers(0, 40),
+    st.integers(0, 2**32),
+)
+def test_records_after_any_point_are_those_of_an_uninterrupted_run(
+    sizes: list[list[int]], shuffle: int, consumers: int, stop: Any, after: int, seed: int
+) -> None:
+    sizes = [[1, *of] for of in sizes]  # a corpus that starts over has a record
+    split, quarantine = Split(seed % consumers, consumers), Quarantine("raise", None, SkipLimit())
+    make: Any = tiny
+    feeds = []
+    for c, of in enumerate(sizes):
+        shards = tuple(NumberedShard(f"{c}.{i}", n) for i, n in enumerate(of))
+        feeds.append(Feed(shards, make, quarantine, split, shuffle, (seed, 0), c))
+    draws = Draws(("x",) * len(feeds), tuple(range(1, len(feeds) + 1)), stop)
+    start = [Bookmark()] * len(feeds)
+    whole = list(islice(draws.entries(feeds, 0, start), 60))
+    assert stop or len(whole) == 60
+    marks = list(start)
+    for entry in whole[:after]:
+        marks[entry.origin.corpus] = entry.after
+    rest = draws.entries(feeds, len(whole[:after]), marks)
+    assert list(islice(rest, 60 - len(whole[:after]))) == whole[after:]
+    for feed in feeds:
+        own = {entry.origin: (entry.location, entry.raw) for entry in whole if entry.origin.corpus == feed.corpus}
+        assert {origin: (location, raw) for origin, location, raw in feed.find(own)} == own
+
+
+def test_a_state_is_small_and_other_arguments_are_refused() -> None:
+    sizes = {"a": 300, "b": 300}
+    dataset = blend(sizes, Packer(60, buffer=5))
+    list(islice(dataset, 20))
+    state = json.loads(json.dumps(dataset.state_dict()))
+    assert len(json.dumps(state)) < 1500
+    for other, message in [
+        (
+            blend(sizes, Packer(60, buffer=5), weights={"a": 2, "b": 1}),
+            r"state: got weights \[\['a', 1.0\], .*, want \[\['a', 2.0\]",
+        ),
+        (blend(sizes, Packer(60, buffer=5), stop="last"), "state: got stop None, want last"),
+        (blend(dict(reversed(sizes.items())), Packer(60, buffer=5)), "state: got (shards|weights) .*, want"),
+        (blend({"a": 300, "c": 300}, Packer(60, buffer=5)), "state: got shards 2 with checksum .*, want 2"),
+    ]:
+        with pytest.raises(InvalidInputError, match=message):
+            other.load_state_dict(state)
+
+
+def test_the_number_of_batches_is_known_if_the_blend_ends() -> None:
+    for stop in ("first", "last"):
+        dataset = blend({"a": 30, "b": 41}, Batcher(3), stop=stop, shuffle=5, rank=1, world_size=2)
+        assert dataset.num_batches() == len(list(dataset))
+    assert blend({"a": 30, "b": 41}, Batcher(3)).num_batches() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shards": []}, "shards: got list, want a mapping from at least one name to readers"),
+        ({"shards": {}}, "shards: got none, want a mapping from at least one name to readers"),
+        ({"shards": {"a": [3]}, "weights": {"a": 1}}, r"shards\['a'\]\[0\]: got int, want a reader"),
+        ({"weights": {"a": 1}}, r"weights: got \['a'\], want the names in shards: \['a', 'b'\]"),
+        ({"weights": [3, 1]}, r"weights: got list, want the names in shards: \['a', 'b'\]"),
+        ({"weights": {"a": 1, "b": 0}}, r"weights\['b'\]: got 0, want a finite number > 0"),
+        ({"weights": {"a": math.inf, "b": 1}}, r"weights\['a'\]: got inf, want a finite number > 0"),
+        ({"preprocess": {"a": tiny}}, r"preprocess: got \['a'\], want the names in shards: \['a', 'b'\]"),
+        ({"preprocess": {"a": tiny, "b": None}}, r"preprocess\['b'\]: got NoneType, want a Preprocess, or get_example"),
+        ({"stop": "any"}, "stop: got 'any', want one of None, 'first', 'last'"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
+    shards = {name: [NumberedShard(name, 3)] for name in "ab"}
+    defaults: dict[str, Any] = {"shards": shards, "preprocess": tiny, "weights": {"a": 1, "b": 1}}
+    with pytest.raises(InvalidInputError, match=message):
+        Blend(**defaults | options, batching=Batcher(1))
+
+
+# Training
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("two ranks")
+def test_a_fine_tune_on_a_blend_with_video_resumes_with_the_same_losses(tmp_path: Path) -> None:
+    blended_ranks = pytest.importorskip("blended_ranks")
+    blended_ranks.write_corpora(tmp_path)
+    run_ranks(blended_ranks.run, 2, tmp_path)
+    ranks = []
+    for rank in (0, 1):
+        whole, resumed = json.loads((tmp_path / f"losses{rank}").read_text())
+        assert len(whole) == blended_ranks.STEPS
+        assert resumed == whole
+        assert all(map(math.isfinite, whole))
+        ranks.append(whole)
+    assert ranks[0] != ranks[1], "each rank has its own batches"
+    settings = from_hf_config(blended_ranks.tiny_config("qwen2_5_vl"))
+    for rank in (0, 1):
+        dataset = blended_ranks.blend(tmp_path, rank, settings)
+        packs = list(islice(dataset, 90))
+        ids = [one.sequence.input_ids for pack in packs[: blended_ranks.STEPS] for one in pack.examples]
+        texts = [bytes(one[one < 256].tolist()) for one in ids]
+        assert any(b" seconds>" in text for text in texts), "the steps saw the video"
+        counts = dataset.counts
+        bound = math.sqrt(math.log(2 / 1e-9) / (2 * counts["records"]))  # Hoeffding, as above
+        for name, weight in blended_ranks.WEIGHTS.items():
+            assert abs(counts[f"records/{name}"] / counts["records"] - weight / 5) < bound < 0.2

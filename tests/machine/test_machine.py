@@ -130,7 +130,9 @@ def register(kind: str, number: int) -> str:
 
 
 @pytest.mark.parametrize(("opcode", "operands", "result"), COMPUTED)
-def test_each_instruction_computes_the_result_in_the_manual(opcode: str, operands: tuple[Any, ...], result: Any) -> None:
+def test_each_instruction_computes_the_result_in_the_manual(
+    opcode: str, operands: tuple[Any, ...], result: Any
+) -> None:
     operation, lines, names = OPERATIONS[opcode], [], []
     for number, (value, kind) in enumerate(zip(operands, operation.operands, strict=True), 4):
         names.append(register(kind, number))

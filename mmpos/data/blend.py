@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 from mmpos.data.examples import MakeExample
 from mmpos.data.loader import BatchDataset, Corpus
 from mmpos.data.packing import Batching
-from mmpos.data.readers.base import Reader
+from mmpos.data.readers import Reader
 from mmpos.data.stream import Draws, Stop
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import finite, one_of

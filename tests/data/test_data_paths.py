@@ -325,7 +325,8 @@ def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
     outputs = []
     engines: dict[str, Literal["local", "ray"]] = {str(tmp_path): "local", f"s3://{bucket}": engine}
     for folder, name in engines.items():
-        write(join(folder, f"corpus.{kind}"), data)
+        with write_file(join(folder, f"corpus.{kind}")) as file:
+            file.write(data)
         readers, ready = shards(join(folder, f"corpus.{kind}")), join(folder, "ready")
         summary = write_sequences(readers, ready, preprocess, on_error="skip", engine=name)
         assert (summary.counts.documents, summary.counts.skipped) == (990, 10)

@@ -319,8 +319,8 @@ def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
         row["image"]["bytes"] += bytes(10_000)
     for row in rows[7::100]:
         row["image"] = {"bytes": b"broken", "path": None}
-    write, format_ = (write_tar, Pairs()) if kind == "tar" else (write_parquet, HFImages())
-    data = write(tmp_path / f"written.{kind}", rows).read_bytes()
+    make, format_ = (write_tar, Pairs()) if kind == "tar" else (write_parquet, HFImages())
+    data = make(tmp_path / f"written.{kind}", rows).read_bytes()
     preprocess = Preprocess(format_, SequenceBuilder(images=ImageProcessor(max_tokens=4)))
     outputs = []
     engines: dict[str, Literal["local", "ray"]] = {str(tmp_path): "local", f"s3://{bucket}": engine}

@@ -572,7 +572,8 @@ def test_progress_grows_evenly_within_one_file(tmp_path: Path, kind: str, monkey
     rows = records(0, 200)
     for row in rows:
         row["image"]["bytes"] += bytes(random.Random(row["id"]).randbytes(10_000))
-    write: Any = {"jsonl": write_jsonl, "parquet": write_parquet}.get(kind, write_tar)
+    writers: dict[str, Callable[..., Path]] = {"jsonl": write_jsonl, "parquet": write_parquet}
+    write = writers.get(kind, write_tar)
     path, reports = write(tmp_path / f"a.{kind}", rows), list[Progress]()
     write_sequences(
         shards(path), tmp_path / "out", fail_readably, on_error="skip", max_skipped=1, report=reports.append

@@ -120,7 +120,8 @@ class _Echo(grpc.GenericRpcHandler):
             return None
         size = int(method[2])
 
-        async def once(request: bytes, context: object) -> bytes:
+        async def once(_: object, context: Any) -> bytes:
+            await context.read()
             return bytes(size)
 
         async def stream(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
@@ -129,16 +130,13 @@ class _Echo(grpc.GenericRpcHandler):
 
         if method[1] == "Stream":
             return grpc.stream_stream_rpc_method_handler(stream)
-        return grpc.unary_unary_rpc_method_handler(once)
+        return grpc.stream_unary_rpc_method_handler(once)  # as mmpos_server does, with the same bytes on the wire
 
 
 async def _serve() -> None:
     """Run the echo server with the transport options of mmpos_server and print its address."""
     config = replace(load(), request_bytes=64 * 2**20)
-    options = dict(transport_options(config, reuse_port=False))
-    # grpc.aio fetches calls by itself, so calls wait in the transport.
-    options |= {"grpc.server.max_pending_requests": 1024, "grpc.server.max_pending_requests_hard_limit": 1024}
-    server = grpc.aio.server(options=list(options.items()))
+    server = grpc.aio.server(options=transport_options(config, reuse_port=False))
     server.add_generic_rpc_handlers([_Echo()])
     listen = Listen()
     port = server.add_insecure_port(address(listen.host, listen.port))

@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 from certificates import make_certificate
+from grpc import aio
 from http2 import Connection
 from server_program import Start
 from serving import PLACE, SERVICE, KeptLogs, Serve, items, query, status_of

@@ -55,7 +55,8 @@ class StreamEndpoint:
             arrivals.streams.take(client)
             entered = True
             answers: asyncio.Queue[asyncio.Task[bytes] | bytes | Exception | None] = asyncio.Queue(_AHEAD)
-            reader = asyncio.create_task(self._read(context, call, request_id, answers))
+            running: set[asyncio.Task[bytes]] = set()
+            reader = asyncio.create_task(self._read(context, call, request_id, answers, running))
             try:
                 while (answer := await answers.get()) is not None:
                     if isinstance(answer, Exception):
@@ -66,9 +67,8 @@ class StreamEndpoint:
                     items += 1
             finally:
                 reader.cancel()
-                while not answers.empty():
-                    if isinstance(waiting := answers.get_nowait(), asyncio.Task):
-                        waiting.cancel()
+                for item in running:
+                    item.cancel()
             status = "OK"
         except GoneError:
             raise asyncio.CancelledError from None
@@ -85,16 +85,34 @@ class StreamEndpoint:
             if status != "OK" or shared.logs.sampled():
                 shared.ended(self.name, status, request_id, peer, call, cause, failed, items=items)
 
-    async def _read(self, context: Any, stream: Call, request_id: str, answers: asyncio.Queue[Any]) -> None:
+    async def _read(
+        self,
+        context: Any,
+        stream: Call,
+        request_id: str,
+        answers: asyncio.Queue[Any],
+        running: set[asyncio.Task[bytes]],
+    ) -> None:
         """Read the items and answer them, large ones side by side; put the answers, an error, or None at the end."""
         arrivals = self._shared.arrivals
+
+        def ended(item: asyncio.Task[bytes]) -> None:
+            running.discard(item)
+            if not item.cancelled():
+                item.exception()  # asyncio logs an error that nobody asks for, as when the stream has been cancelled
+
         try:
             for number in count(1):
                 await arrivals.room(stream.client)
                 raw = await arrivals.message(context, stream.client, item=True, first=number == 1)
                 call = Call(stream.client, arrivals, self._shared.threads, item=True)
                 answer = self._item(raw, call, f"{request_id}.{number}")
-                await answers.put(asyncio.create_task(answer) if self._twin.side_by_side else await answer)
+                if self._twin.side_by_side:
+                    running.add(task := asyncio.create_task(answer))
+                    task.add_done_callback(ended)
+                    await answers.put(task)
+                else:
+                    await answers.put(await answer)
         except StreamEndedError:
             await answers.put(None)
         except Exception as error:

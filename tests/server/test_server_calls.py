@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
@@ -232,6 +233,24 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
     assert server.fake.stopped.wait(60)
     assert eventually(lambda: server.taken() == {"streams": 39} and server.metric("streams") == 0)
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
+
+
+def test_a_cancelled_stream_leaves_no_item_running_and_no_error_behind(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(side_by_side=True)
+    call = server.stream(items(*["wait"] * 20))
+    assert eventually(lambda: len(server.fake.names) == 6)
+    call.cancel()
+    assert eventually(lambda: server.fake.over == 6)
+    ask: Stream = server.channel.stream_stream(STREAM)
+    malformed = ask(iter([next(items("wait")).SerializeToString(), *[b"\xff\xff"] * 3]))
+    assert eventually(lambda: len(server.fake.names) == 7)
+    time.sleep(0.2)  # the malformed items fail meanwhile
+    malformed.cancel()
+    assert eventually(lambda: not server.taken())
+    gc.collect()
+    assert caplog.records == []
 
 
 def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """Run servers, including an echo server, and clients with their loads in separate processes.
 
-python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, or any other size; each
-                                                request returns new bytes, so that timing it measures the cost of a
-                                                call without work
+``python -m mmpos_bench.serving`` serves /echo/Bytes760 and /echo/Stream760, or any other size; each request returns new
+bytes, so that timing it measures the cost of a call without work.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def started(*commands: list[str]) -> Iterator[list[ServerProcess]]:
     with ExitStack() as stack:
         running = []
         for command in commands:
-            # Discard the log, which has one line per call.
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             running.append(stack.enter_context(process))
             stack.callback(process.send_signal, signal.SIGTERM)

@@ -142,6 +142,7 @@ class Shared:
             self.logs.error("internal error", error, request_id=request_id, method=method)
         elif reason := refused_by(error):
             self.metrics.refused.labels(method, reason).inc()
+        error.__traceback__ = None  # its frames hold messages, and grpc keeps the error in a cycle
         return failed
 
     def ended(
@@ -242,6 +243,7 @@ class Endpoint:
             if status != "OK" or shared.logs.sampled():
                 request_id = shared.request_id(context) if failed is None else failed.request_id
                 shared.ended(method.name, status, request_id, context.peer(), call, cause, failed, **sizes)
+            del call, raw, answer  # grpc keeps the frame of a call that it aborts in a cycle
 
     async def _parsed(self, raw: bytes, call: Call) -> bytes:
         """Parse a request, call the method, and serialize the answer."""

@@ -84,6 +84,7 @@ class StreamEndpoint:
                 arrivals.streams.leave(client)
             if status != "OK" or shared.logs.sampled():
                 shared.ended(self.name, status, request_id, peer, call, cause, failed, items=items)
+            del call  # grpc keeps the frame of a stream that it aborts in a cycle
 
     async def _read(
         self,

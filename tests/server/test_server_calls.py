@@ -21,6 +21,7 @@ from waiting import eventually
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import arrivals, pulse
+from mmpos_server.call import Call
 from mmpos_server.config import Limits, ServerConfig
 from mmpos_server.listening import Listen
 
@@ -165,6 +166,21 @@ def test_an_expired_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool
     assert eventually(lambda: not server.taken())
     statuses = [server.metric("requests_total", method="Place", status=name) for name in ("OK", "CANCELLED")]
     assert statuses == [None, 1]
+
+
+def test_failed_calls_and_streams_are_freed_without_a_garbage_collection(serve: Serve) -> None:
+    server = serve()
+    ask: Stream = server.channel.stream_stream(STREAM)
+    gc.collect()
+    gc.disable()
+    try:
+        refusal(partial(next, ask(iter([b"\xff\xff"]))))
+        server.server.arrivals.unread.add("other", 2**28)  # refuses large answers
+        for name in ("fail bug", "fail limit", "large"):
+            refusal(partial(server.place, query(name)))
+        assert eventually(lambda: not [each for each in gc.get_objects() if isinstance(each, Call)])
+    finally:
+        gc.enable()
 
 
 # Streams

@@ -292,9 +292,9 @@ class Arrivals:
             del self._sending[task]
             self.unread.leave(client, size)
 
-    async def room(self, client: str) -> None:
-        """Wait until unread answers leave room for another item of a client."""
-        while not self.unread.free(client):
+    async def room(self, client: str, size: int = 1) -> None:
+        """Wait until unread answers leave room for another one of a client, of ``size`` bytes."""
+        while not self.unread.free(client, size):
             await asyncio.sleep(TICK_SECONDS)
 
     def check(self) -> None:

@@ -208,6 +208,7 @@ class Endpoint:
         shared.arrivals.running += 1
         try:
             call.client = client = shared.client(context)
+            call.context = context
             shared.arrivals.check_open()
             if method.large:
                 await shared.arrivals.messages.wait(client)
@@ -218,8 +219,8 @@ class Endpoint:
                 placed = True
             plain = None if method.plain is None else call.plain(method.plain, raw)
             answer = await self._parsed(raw, call) if plain is None else plain
-            if len(answer) > LARGE_BYTES:
-                shared.arrivals.send(context, client, len(answer))
+            if len(answer) > LARGE_BYTES and not call.reserved:
+                await call.reserve(len(answer))
             status = "OK"
             return answer
         except (asyncio.CancelledError, GoneError):

@@ -54,21 +54,25 @@ class StreamEndpoint:
             arrivals.check_open()
             arrivals.streams.take(client)
             entered = True
-            answers: asyncio.Queue[asyncio.Task[bytes] | bytes | Exception | None] = asyncio.Queue(_AHEAD)
+            answers: asyncio.Queue[Any] = asyncio.Queue(_AHEAD)
             running: set[asyncio.Task[bytes]] = set()
             reader = asyncio.create_task(self._read(context, call, request_id, answers, running))
             try:
-                while (answer := await answers.get()) is not None:
-                    if isinstance(answer, Exception):
-                        raise answer
+                while (following := await answers.get()) is not None:
+                    if isinstance(following, Exception):
+                        raise following
+                    answer, reserved = following
                     raw = answer if isinstance(answer, bytes) else await answer
                     with arrivals.sending(context, client, len(raw)):
+                        arrivals.unread.leave(client, reserved)
+                        call.reserved -= reserved
                         yield raw
                     items += 1
             finally:
                 reader.cancel()
                 for item in running:
                     item.cancel()
+                arrivals.unread.leave(client, call.reserved)
             status = "OK"
         except GoneError:
             raise asyncio.CancelledError from None
@@ -111,9 +115,15 @@ class StreamEndpoint:
                 if self._twin.side_by_side:
                     running.add(task := asyncio.create_task(answer))
                     task.add_done_callback(ended)
-                    await answers.put(task)
-                else:
-                    await answers.put(await answer)
+                    await answers.put((task, 0))
+                    continue
+                try:
+                    done = await answer
+                except BaseException:
+                    arrivals.unread.leave(stream.client, call.reserved)
+                    raise
+                stream.reserved += call.reserved  # which a stream that ends gives back
+                await answers.put((done, call.reserved))
         except StreamEndedError:
             await answers.put(None)
         except Exception as error:

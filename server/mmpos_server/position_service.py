@@ -48,9 +48,10 @@ class PositionService:
         call.answer_bytes = size = reply_bytes(positions, query.dense)
         check("response_bytes", size, self._limits)
         if size <= SMALL_ANSWER:
-            return self._write(query, positions, answer, call)
-        await call.reserve(size)
-        await call.run("work", self._write, query, positions, answer, call)
+            self._write(query, positions, answer, call)
+        else:
+            await call.reserve(size)
+            await call.run("work", self._write, query, positions, answer, call)
 
     def _solved(self, query: PositionsQuery, call: Call) -> tuple[PositionsQuery, PositionTable]:
         return query, self._solve(query, call)

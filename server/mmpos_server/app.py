@@ -192,7 +192,7 @@ class _Handlers(grpc.GenericRpcHandler):
             f"/{method.service}/{method.name}": unary(Endpoint(method, shared).answer) for method in methods
         }
         for method in methods:
-            if method.twin is not None:
+            if method.item is not None:
                 endpoint = StreamEndpoint(method, shared)
                 self._handlers[f"/{method.service}/{endpoint.name}"] = stream(endpoint.answers)
         self._handlers[f"/{HEALTH}/Check"] = unary(introspection.check)

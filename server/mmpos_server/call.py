@@ -121,10 +121,10 @@ class Call:
         """Record a stage of the call that began at this time of ``perf_counter`` and ends now."""
         self.stages.append((name, perf_counter() - began))  # append is atomic
 
-    def plain(self, answering: Answering, raw: bytes) -> bytes | None:
-        """Return the answer to a plain request from ``answering``, or None if the request must be parsed."""
+    def plain(self, answering: Answering | None, raw: bytes) -> bytes | None:
+        """Return the answer to a plain request or item from ``answering``, or None if it must be parsed."""
         began = perf_counter()
-        plain = answering(raw)
+        plain = None if answering is None else answering(raw, self.item)
         if plain is None:
             return None
         answer, documents, tokens, images = plain

@@ -217,7 +217,7 @@ class Endpoint:
             if len(raw) > LARGE_BYTES and not placed:
                 shared.arrivals.messages.take(client)
                 placed = True
-            plain = None if method.plain is None else call.plain(method.plain, raw)
+            plain = call.plain(method.plain, raw)
             answer = await self._parsed(raw, call) if plain is None else plain
             if len(answer) > LARGE_BYTES and not call.reserved:
                 await call.reserve(len(answer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,13 +20,12 @@ from mmpos.errors import (
     ServiceUnavailableError,
     UnsupportedError,
 )
-from mmpos.rpc.errors import RETRY_AFTER, put_error, shortened, to_status
+from mmpos.rpc.errors import RETRY_AFTER, shortened, to_status
 from mmpos.rpc.tensors import required
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from mmpos.rpc.v1 import error_pb2
     from mmpos_server.call import Call
 
 __all__ = [
@@ -37,12 +36,10 @@ __all__ = [
     "NotFoundError",
     "Plain",
     "Run",
-    "Twin",
     "failure",
     "public",
     "queried",
     "refused_by",
-    "streamed",
 ]
 
 
@@ -56,45 +53,23 @@ Run = Callable[[Any, Any, "Call"], Coroutine[Any, Any, None]]
 Plain = tuple[bytes, int, int, int]
 """Answer to a plain request, with its numbers of documents, tokens and images."""
 
-Answering = Callable[[bytes], Plain | None]
-"""Function that answers a serialized request; it returns None if the request must be parsed."""
-
-
-@dataclass(frozen=True)
-class Twin:
-    """The streaming form of a method.
-
-    Args:
-        name: name of the streaming method.
-        request: message type of an item.
-        response: message type of the answer to an item.
-        run: function that writes the answer to an item.
-        refuse: function that writes the answer to a failed item from its error.
-        side_by_side: whether items of one stream run in parallel; set this if an item may take a long time.
-        plain: faster path for plain items, or None.
-    """
-
-    name: str
-    request: type[Message]
-    response: type[Message]
-    run: Run
-    refuse: Callable[[Any, Any, MmposError], None]
-    side_by_side: bool = False
-    plain: Answering | None = None
+Answering = Callable[[bytes, bool], Plain | None]
+"""Function that answers a serialized request, or an item if the flag is set; it returns None if it must be parsed."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """An RPC method and, optionally, its streaming form.
+    """An RPC method and, optionally, its streaming form, whose items have an id and whose answers may be errors.
 
     Args:
         service: full name of the method's service, such as "mmpos.rpc.v1.PositionService".
-        name: name of the method.
+        name: name of the method; the streaming form has the prefix "Stream".
         request: message type of the request.
         response: message type of the response.
-        run: function that writes the response to a request.
-        twin: the streaming form of the method.
-        plain: faster path for plain requests, or None.
+        run: function that writes the response to a request, or the answer to an item.
+        item: message types of an item and of its answer; None without a streaming form.
+        side_by_side: whether items of one stream run in parallel; set this if an item may take a long time.
+        plain: faster path for plain requests and items, or None.
         bulky: whether requests consist of texts and images, which limits.message_bytes does not bound.
         large: whether a call waits for a place for large messages before its request is read.
     """
@@ -104,7 +79,8 @@ class Method:
     request: type[Message]
     response: type[Message]
     run: Run
-    twin: Twin | None = None
+    item: tuple[type[Message], type[Message]] | None = None
+    side_by_side: bool = False
     plain: Answering | None = None
     bulky: bool = False
     large: bool = False
@@ -119,38 +95,6 @@ def queried(run: Run, field: str) -> Run:
         await run(required("", request, "query"), answer, call)
 
     return run_request
-
-
-class _Item(Protocol):
-    """Item of a stream."""
-
-    id: int
-
-
-class _ItemAnswer(Protocol):
-    """Answer to an item of a stream, which may be an error."""
-
-    id: int
-
-    @property
-    def error(self) -> error_pb2.Error:
-        """Error of the item, if any."""
-
-
-def streamed(
-    name: str, request: type[Message], response: type[Message], run: Run, *, side_by_side: bool = False
-) -> Twin:
-    """Return the streaming form of an mmpos method; each item has an id and its own error."""
-
-    async def item(request: _Item, response: _ItemAnswer, call: Call) -> None:
-        response.id = request.id
-        await run(request, response, call)
-
-    def refuse(request: _Item, response: _ItemAnswer, error: MmposError) -> None:
-        response.id = request.id
-        put_error(response.error, error)
-
-    return Twin(name, request, response, item, refuse, side_by_side)
 
 
 class NotFoundError(InvalidInputError):

@@ -49,7 +49,7 @@ class PlainQueries:
         self._most = np.array(most, np.int64)
         self._core: Any = native.core if sys.byteorder == "little" else None
 
-    def answer(self, raw: bytes, *, item: bool = False) -> Plain | None:
+    def answer(self, raw: bytes, item: bool = False) -> Plain | None:
         """Answer a Place request, or a StreamPlace request if ``item`` is true.
 
         Returns:

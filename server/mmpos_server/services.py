@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmpos.rpc.positions import parameters, put_placeholders
@@ -12,13 +11,15 @@ from mmpos.schemes import Scheme
 from mmpos.support.info import version
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.limits import MAX_VIEWS
-from mmpos_server.methods import Method, Run, queried, streamed
+from mmpos_server.methods import Method, Run, queried
 from mmpos_server.plain import PlainQueries
 from mmpos_server.position_service import PositionService
 from mmpos_server.rotary_service import RotaryService, device, unserved
 from mmpos_server.sequence_service import SequenceService
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
     from mmpos_server.call import Call
 
 __all__ = ["methods", "place_method"]
@@ -52,31 +53,21 @@ def methods(profiles: Profiles, limits: Limits, *, rotations: bool = False) -> l
 
 
 def place_method(run: Run, plain: PlainQueries | None = None) -> Method:
-    """Return Place with its streaming form, from a function that answers queries and an optional fast path."""
+    """Return Place, from a function that answers queries and an optional fast path."""
     method = _method("Position", "Place", positions_pb2, queried(run, "positions"), stream=True)
-    if plain is None or method.twin is None:
-        return method
-    return replace(method, plain=plain.answer, twin=replace(method.twin, plain=partial(plain.answer, item=True)))
+    return replace(method, plain=None if plain is None else plain.answer)
 
 
 def _method(service: str, name: str, messages: Any, run: Run, *, stream: bool = False) -> Method:
     """Return an mmpos method; its messages are named after it."""
-    twin = None
-    if stream:
-        request, response = (getattr(messages, f"Stream{name}{kind}") for kind in ("Request", "Response"))
-        # Items of Place do not run in parallel: placing one takes no longer than handing it to a thread.
-        twin = streamed(f"Stream{name}", request, response, run, side_by_side=name == "Build")
-    request, response = (getattr(messages, f"{name}{kind}") for kind in ("Request", "Response"))
-    return Method(
-        f"{PACKAGE}.{service}Service",
-        name,
-        request,
-        response,
-        run,
-        twin,
-        bulky=name == "Build",
-        large=name in ("Build", "Rotate"),
-    )
+
+    def pair(prefix: str) -> tuple[type[Message], type[Message]]:
+        return getattr(messages, f"{prefix}{name}Request"), getattr(messages, f"{prefix}{name}Response")
+
+    # Items of Place do not run in parallel: placing one takes no longer than handing it to a thread.
+    build, item = name == "Build", pair("Stream") if stream else None
+    full = f"{PACKAGE}.{service}Service"
+    return Method(full, name, *pair(""), run, item, build, bulky=build, large=name in ("Build", "Rotate"))
 
 
 def _put_scheme(message: info_pb2.SchemeInfo, scheme: type[Scheme]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from mmpos.rpc.errors import put_error
 from mmpos_server.arrivals import StreamEndedError
 from mmpos_server.call import Call, GoneError
 from mmpos_server.methods import failure, public
@@ -31,9 +32,9 @@ class StreamEndpoint:
     """
 
     def __init__(self, method: Method, shared: Shared) -> None:
-        assert method.twin is not None
-        self.method, self._twin, self._shared = method, method.twin, shared
-        self.name = self._twin.name
+        assert method.item is not None
+        self.method, self._shared, (self._request, self._response) = method, shared, method.item
+        self.name = f"Stream{method.name}"
         self._metrics = MethodMetrics(shared.metrics, self.name)
 
     async def answers(self, _: object, context: Any) -> AsyncIterator[bytes]:
@@ -112,7 +113,7 @@ class StreamEndpoint:
                 raw = await arrivals.message(context, stream.client, item=True, first=number == 1)
                 call = Call(stream.client, arrivals, self._shared.threads, item=True)
                 answer = self._item(raw, call, f"{request_id}.{number}")
-                if self._twin.side_by_side:
+                if self.method.side_by_side:
                     running.add(task := asyncio.create_task(answer))
                     task.add_done_callback(ended)
                     await answers.put((task, 0))
@@ -136,11 +137,10 @@ class StreamEndpoint:
             DecodeError: the bytes are not a request, so the item has no id.
             LimitExceededError: the item has too many fields and numbers.
         """
-        twin = self._twin
         self._metrics.begin()
         status, answer = "CANCELLED", b""
         try:
-            plain = None if twin.plain is None else call.plain(twin.plain, raw)
+            plain = call.plain(self.method.plain, raw)
             answer, status = await self._outcome(raw, call, request_id) if plain is None else (plain, "OK")
             return answer
         except Exception as error:
@@ -153,13 +153,16 @@ class StreamEndpoint:
 
     async def _outcome(self, raw: bytes, call: Call, request_id: str) -> tuple[bytes, str]:
         """Return the answer to one item and the item's status."""
-        twin, shared = self._twin, self._shared
-        request, response = shared.parse(twin.request, raw, call, self.method.bulky), twin.response()
+        shared = self._shared
+        request: Any = shared.parse(self._request, raw, call, self.method.bulky)
+        response: Any = self._response()
+        response.id = request.id
         try:
-            await twin.run(request, response, call)
+            await self.method.run(request, response, call)
             return shared.encode(response, call), "OK"
         except Exception as error:
             failed = shared.failed(error, request_id, self.name)
-            response = twin.response()
-            twin.refuse(request, response, public(error, request_id))
+            response.Clear()
+            response.id = request.id
+            put_error(response.error, public(error, request_id))
             return response.SerializeToString(), failed.status

@@ -159,8 +159,7 @@ def serving(
     """
     fake = Fake()
     method = place_method(fake.run)
-    assert method.twin is not None
-    method = replace(method, twin=replace(method.twin, side_by_side=side_by_side))
+    method = replace(method, side_by_side=side_by_side)
     config = replace(load(), **{"overload_ms": 60_000, **settings})
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.enable_retries", 0)]
     with started(config, grace=grace, **{"methods": [method], **(options or {})}) as (server, address):

@@ -76,9 +76,8 @@ class Way:
 
     def __init__(self, config: ServerConfig, limits: Limits, *, plain: bool) -> None:
         method = methods(Profiles.from_config(config), limits)[0]
-        assert method.twin is not None
         if not plain:
-            method = replace(method, plain=None, twin=replace(method.twin, plain=None))
+            method = replace(method, plain=None)
         self.metrics, self._threads, self._loop = Metrics(), Threads(), asyncio.new_event_loop()
         shared = Shared(
             limits, Arrivals(1.0), self._threads, self.metrics, Logs(io.TextIOWrapper(io.BytesIO()), sample=0)

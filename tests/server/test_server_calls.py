@@ -178,7 +178,7 @@ def test_failed_calls_and_streams_are_freed_without_a_garbage_collection(serve: 
         server.server.arrivals.unread.add("other", 2**28)  # refuses large answers
         for name in ("fail bug", "fail limit", "large"):
             refusal(partial(server.place, query(name)))
-        assert eventually(lambda: not [each for each in gc.get_objects() if isinstance(each, Call)])
+        assert eventually(lambda: not [each for each in gc.get_objects() if type(each) is Call])
     finally:
         gc.enable()
 

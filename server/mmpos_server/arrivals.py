@@ -33,8 +33,8 @@ LARGE_BYTES = 2**18
 MESSAGES, WORK, STREAMS, WATCHES = 16, 64, 40, 64
 """Places for large messages, for calls that wait for a thread, for streams, and for those of health and reflection."""
 
-UNREAD_BYTES = 256 * 2**20
-"""Bytes of unread answers above which further large answers are refused."""
+UNREAD_BYTES = 128 * 2**20
+"""Bytes of unread answers above which further large answers are refused; gRPC holds a copy of each."""
 
 SHARE = 0.5
 """Largest share of each kind of places, and of the bytes of unread answers, that one client may hold."""

@@ -15,8 +15,8 @@ from mmpos.rpc.sequences import get_sequence, put_parts
 from mmpos.rpc.v1 import positions_pb2, sequences_pb2
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted
-from mmpos_bench.proofs import equal, holds
-from mmpos_bench.serving import OPTIONS, PHOTOGRAPHS, ask
+from mmpos_bench.proofs import equal
+from mmpos_bench.serving import PHOTOGRAPHS, ask
 from mmpos_bench.workloads import workload
 from mmpos_server.config import Profiles, load
 
@@ -45,16 +45,6 @@ class Question:
         """Amount of work in one call."""
         moved = len(self.request) + len(self.answer)
         return {"calls": 1, "documents": self.documents, "tokens": self.tokens, "bytes": moved}
-
-    def answered_by(self, address: str) -> None:
-        """Check that another server returns the same answer.
-
-        Raises:
-            NotEqualError: the answers differ.
-        """
-        with grpc.insecure_channel(address, options=OPTIONS) as channel:
-            raw = ask(channel, self.path, self.request)
-        holds(raw == self.answer, f"{len(raw)} bytes", f"the {len(self.answer)} bytes of the other server")
 
 
 class Asking:

@@ -1,8 +1,7 @@
 """Run servers, including an echo server, and clients with their loads in separate processes.
 
-python -m mmpos_bench.serving --malloc tuned    serves /echo/Bytes760 and /echo/Stream760, or any other size; each
-                                                request returns new bytes, so that timing it measures the cost of a
-                                                call without work
+``python -m mmpos_bench.serving`` serves /echo/Bytes760 and /echo/Stream760, or any other size; each request returns new
+bytes, so that timing it measures the cost of a call without work.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ def started(*commands: list[str]) -> Iterator[list[ServerProcess]]:
     with ExitStack() as stack:
         running = []
         for command in commands:
-            # Discard the log, which has one line per call.
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             running.append(stack.enter_context(process))
             stack.callback(process.send_signal, signal.SIGTERM)
@@ -120,7 +118,8 @@ class _Echo(grpc.GenericRpcHandler):
             return None
         size = int(method[2])
 
-        async def once(request: bytes, context: object) -> bytes:
+        async def once(_: object, context: Any) -> bytes:
+            await context.read()
             return bytes(size)
 
         async def stream(requests: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
@@ -129,16 +128,13 @@ class _Echo(grpc.GenericRpcHandler):
 
         if method[1] == "Stream":
             return grpc.stream_stream_rpc_method_handler(stream)
-        return grpc.unary_unary_rpc_method_handler(once)
+        return grpc.stream_unary_rpc_method_handler(once)  # as mmpos_server does, with the same bytes on the wire
 
 
 async def _serve() -> None:
     """Run the echo server with the transport options of mmpos_server and print its address."""
     config = replace(load(), request_bytes=64 * 2**20)
-    options = dict(transport_options(config, reuse_port=False))
-    # grpc.aio fetches calls by itself, so calls wait in the transport.
-    options |= {"grpc.server.max_pending_requests": 1024, "grpc.server.max_pending_requests_hard_limit": 1024}
-    server = grpc.aio.server(options=list(options.items()))
+    server = grpc.aio.server(options=transport_options(config, reuse_port=False))
     server.add_generic_rpc_handlers([_Echo()])
     listen = Listen()
     port = server.add_insecure_port(address(listen.host, listen.port))

@@ -33,8 +33,8 @@ LARGE_BYTES = 2**18
 MESSAGES, WORK, STREAMS, WATCHES = 16, 64, 40, 64
 """Places for large messages, for calls that wait for a thread, for streams, and for those of health and reflection."""
 
-UNREAD_BYTES = 256 * 2**20
-"""Bytes of unread answers above which further large answers are refused."""
+UNREAD_BYTES = 128 * 2**20
+"""Bytes of unread answers above which further large answers are refused; gRPC holds a copy of each."""
 
 SHARE = 0.5
 """Largest share of each kind of places, and of the bytes of unread answers, that one client may hold."""
@@ -292,9 +292,9 @@ class Arrivals:
             del self._sending[task]
             self.unread.leave(client, size)
 
-    async def room(self, client: str) -> None:
-        """Wait until unread answers leave room for another item of a client."""
-        while not self.unread.free(client):
+    async def room(self, client: str, size: int = 1) -> None:
+        """Wait until unread answers leave room for another one of a client, of ``size`` bytes."""
+        while not self.unread.free(client, size):
             await asyncio.sleep(TICK_SECONDS)
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mmpos.rpc.beside import Beside
 from mmpos.support.info import cores
@@ -71,11 +71,13 @@ class Call:
         "began",
         "beside",
         "client",
+        "context",
         "counts",
         "gone",
         "item",
         "request",
         "request_bytes",
+        "reserved",
         "stages",
     )
 
@@ -87,6 +89,8 @@ class Call:
         self.beside = Beside()  # the large tensors of the request and the answer
         self.request_bytes = 0  # size of its message
         self.answer_bytes = 0.0  # size of the answer's tensors, as far as known before they exist
+        self.context: Any = None  # grpc's context of a unary call, whose answer may be large
+        self.reserved = 0  # bytes of the answer that already count as unread
         self.gone = False  # whether the client no longer waits for the answer
         self._arrivals, self._threads = arrivals, threads
         self.began = perf_counter()
@@ -99,6 +103,19 @@ class Call:
         """
         if self.gone:
             raise GoneError
+
+    async def reserve(self, size: int) -> None:
+        """Count the bytes of a large answer as unread before it exists; an item of a stream waits for room.
+
+        Raises:
+            ServiceOverloadedError: unread answers have too many bytes.
+        """
+        if self.item:
+            await self._arrivals.room(self.client, size)
+            self._arrivals.unread.add(self.client, size)
+        elif self.context is not None:
+            self._arrivals.send(self.context, self.client, size)
+        self.reserved = size
 
     def staged(self, name: str, began: float) -> None:
         """Record a stage of the call that began at this time of ``perf_counter`` and ends now."""

@@ -142,6 +142,7 @@ class Shared:
             self.logs.error("internal error", error, request_id=request_id, method=method)
         elif reason := refused_by(error):
             self.metrics.refused.labels(method, reason).inc()
+        error.__traceback__ = None  # its frames hold messages, and grpc keeps the error in a cycle
         return failed
 
     def ended(
@@ -207,6 +208,7 @@ class Endpoint:
         shared.arrivals.running += 1
         try:
             call.client = client = shared.client(context)
+            call.context = context
             shared.arrivals.check_open()
             if method.large:
                 await shared.arrivals.messages.wait(client)
@@ -217,8 +219,8 @@ class Endpoint:
                 placed = True
             plain = call.plain(method.plain, raw)
             answer = await self._parsed(raw, call) if plain is None else plain
-            if len(answer) > LARGE_BYTES:
-                shared.arrivals.send(context, client, len(answer))
+            if len(answer) > LARGE_BYTES and not call.reserved:
+                await call.reserve(len(answer))
             status = "OK"
             return answer
         except (asyncio.CancelledError, GoneError):
@@ -242,6 +244,7 @@ class Endpoint:
             if status != "OK" or shared.logs.sampled():
                 request_id = shared.request_id(context) if failed is None else failed.request_id
                 shared.ended(method.name, status, request_id, context.peer(), call, cause, failed, **sizes)
+            del call, raw, answer  # grpc keeps the frame of a call that it aborts in a cycle
 
     async def _parsed(self, raw: bytes, call: Call) -> bytes:
         """Parse a request, call the method, and serialize the answer."""

@@ -14,6 +14,8 @@ from queue import SimpleQueue
 from time import monotonic, sleep
 from typing import Any, TextIO
 
+from grpc import aio
+
 __all__ = ["Logs", "logging_all"]
 
 _encode = json.JSONEncoder(default=repr).encode
@@ -83,10 +85,13 @@ class Logs(QueueHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Format a record and put it into the queue."""
+        ours = "method" in record.__dict__.get("values", ())  # else grpc may have raised the error
+        raised = None if ours or not record.exc_info else record.exc_info[0]
         # grpc quotes paths and metadata that are not UTF-8, which may contain a token.
-        undecoded = record.exc_info is not None and record.exc_info[0] is UnicodeDecodeError
-        if undecoded or str(record.msg).startswith("Invalid encoding on"):
+        if raised is UnicodeDecodeError or str(record.msg).startswith("Invalid encoding on"):
             self.seldom("a path or metadata is not UTF-8")
+        elif raised is not None and issubclass(raised, aio.InternalError):
+            self.seldom("a client left before its answer was sent")
         else:
             super().emit(record)
 

@@ -40,17 +40,21 @@ class PositionService:
     async def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
         """Answer Place with the positions of a batch of documents; larger work runs in a thread."""
         if call.request_bytes > SMALL_BYTES:
-            return await call.run("work", lambda: self._finish(self._read(message, call), answer, call))
-        query = self._read(message, call)
-        if max_segments(query) > SMALL_SEGMENTS:
-            return await call.run("work", self._finish, query, answer, call)
-        positions = self._solve(query, call)
-        if query.dense is None or reply_bytes(positions, query.dense) <= SMALL_ANSWER:
-            return self._write(query, positions, answer, call)
-        return await call.run("work", self._write, query, positions, answer, call)
+            query, positions = await call.run("work", lambda: self._solved(self._read(message, call), call))
+        else:
+            query = self._read(message, call)
+            large = max_segments(query) > SMALL_SEGMENTS
+            query, positions = await call.run("work", self._solved, query, call) if large else self._solved(query, call)
+        call.answer_bytes = size = reply_bytes(positions, query.dense)
+        check("response_bytes", size, self._limits)
+        if size <= SMALL_ANSWER:
+            self._write(query, positions, answer, call)
+        else:
+            await call.reserve(size)
+            await call.run("work", self._write, query, positions, answer, call)
 
-    def _finish(self, query: PositionsQuery, answer: pb.Positions, call: Call) -> None:
-        self._write(query, self._solve(query, call), answer, call)
+    def _solved(self, query: PositionsQuery, call: Call) -> tuple[PositionsQuery, PositionTable]:
+        return query, self._solve(query, call)
 
     def _read(self, message: pb.PositionsQuery, call: Call) -> PositionsQuery:
         began = perf_counter()
@@ -81,8 +85,6 @@ class PositionService:
     def _write(self, query: PositionsQuery, positions: PositionTable, answer: pb.Positions, call: Call) -> None:
         call.checkpoint()
         began = perf_counter()
-        call.answer_bytes = size = reply_bytes(positions, query.dense)
-        check("response_bytes", size, self._limits)
         put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
         call.counts |= {"documents": positions.documents.shape[1], "tokens": positions.num_tokens}
         call.staged("write", began)

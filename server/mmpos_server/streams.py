@@ -55,21 +55,25 @@ class StreamEndpoint:
             arrivals.check_open()
             arrivals.streams.take(client)
             entered = True
-            answers: asyncio.Queue[asyncio.Task[bytes] | bytes | Exception | None] = asyncio.Queue(_AHEAD)
-            reader = asyncio.create_task(self._read(context, call, request_id, answers))
+            answers: asyncio.Queue[Any] = asyncio.Queue(_AHEAD)
+            running: set[asyncio.Task[bytes]] = set()
+            reader = asyncio.create_task(self._read(context, call, request_id, answers, running))
             try:
-                while (answer := await answers.get()) is not None:
-                    if isinstance(answer, Exception):
-                        raise answer
+                while (following := await answers.get()) is not None:
+                    if isinstance(following, Exception):
+                        raise following
+                    answer, reserved = following
                     raw = answer if isinstance(answer, bytes) else await answer
                     with arrivals.sending(context, client, len(raw)):
+                        arrivals.unread.leave(client, reserved)
+                        call.reserved -= reserved
                         yield raw
                     items += 1
             finally:
                 reader.cancel()
-                while not answers.empty():
-                    if isinstance(waiting := answers.get_nowait(), asyncio.Task):
-                        waiting.cancel()
+                for item in running:
+                    item.cancel()
+                arrivals.unread.leave(client, call.reserved)
             status = "OK"
         except GoneError:
             raise asyncio.CancelledError from None
@@ -85,17 +89,42 @@ class StreamEndpoint:
                 arrivals.streams.leave(client)
             if status != "OK" or shared.logs.sampled():
                 shared.ended(self.name, status, request_id, peer, call, cause, failed, items=items)
+            del call  # grpc keeps the frame of a stream that it aborts in a cycle
 
-    async def _read(self, context: Any, stream: Call, request_id: str, answers: asyncio.Queue[Any]) -> None:
+    async def _read(
+        self,
+        context: Any,
+        stream: Call,
+        request_id: str,
+        answers: asyncio.Queue[Any],
+        running: set[asyncio.Task[bytes]],
+    ) -> None:
         """Read the items and answer them, large ones side by side; put the answers, an error, or None at the end."""
         arrivals = self._shared.arrivals
+
+        def ended(item: asyncio.Task[bytes]) -> None:
+            running.discard(item)
+            if not item.cancelled():
+                item.exception()  # asyncio logs an error that nobody asks for, as when the stream has been cancelled
+
         try:
             for number in count(1):
                 await arrivals.room(stream.client)
                 raw = await arrivals.message(context, stream.client, item=True, first=number == 1)
                 call = Call(stream.client, arrivals, self._shared.threads, item=True)
                 answer = self._item(raw, call, f"{request_id}.{number}")
-                await answers.put(asyncio.create_task(answer) if self.method.side_by_side else await answer)
+                if self.method.side_by_side:
+                    running.add(task := asyncio.create_task(answer))
+                    task.add_done_callback(ended)
+                    await answers.put((task, 0))
+                    continue
+                try:
+                    done = await answer
+                except BaseException:
+                    arrivals.unread.leave(stream.client, call.reserved)
+                    raise
+                stream.reserved += call.reserved  # which a stream that ends gives back
+                await answers.put((done, call.reserved))
         except StreamEndedError:
             await answers.put(None)
         except Exception as error:

@@ -128,7 +128,7 @@ def test_every_manager_waits_longer_than_the_drain() -> None:
 
 def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() -> None:
     largest = load().request_bytes
-    parts = [MESSAGES * largest, STREAMS * largest // 2, UNREAD_BYTES, 2 * 20 * 16_000_000]
+    parts = [MESSAGES * largest, STREAMS * largest // 2, 2 * UNREAD_BYTES, 2 * 20 * 16_000_000]
     table = DEPLOYING.partition("| part | memory |")[2].partition("\n\n")[0]
     written = [int(number.replace(",", "")) * MIB for number in re.findall(r"\| ([\d,]+) MiB \|$", table, re.MULTILINE)]
     assert [number // MIB for number in written[:4]] == [math.ceil(part / MIB) for part in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
@@ -20,6 +21,7 @@ from waiting import eventually
 
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import arrivals, pulse
+from mmpos_server.call import Call
 from mmpos_server.config import Limits, ServerConfig
 from mmpos_server.listening import Listen
 
@@ -166,6 +168,21 @@ def test_an_expired_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool
     assert statuses == [None, 1]
 
 
+def test_failed_calls_and_streams_are_freed_without_a_garbage_collection(serve: Serve) -> None:
+    server = serve()
+    ask: Stream = server.channel.stream_stream(STREAM)
+    gc.collect()
+    gc.disable()
+    try:
+        refusal(partial(next, ask(iter([b"\xff\xff"]))))
+        server.server.arrivals.unread.add("other", 2**28)  # refuses large answers
+        for name in ("fail bug", "fail limit", "large"):
+            refusal(partial(server.place, query(name)))
+        assert eventually(lambda: not [each for each in gc.get_objects() if type(each) is Call])
+    finally:
+        gc.enable()
+
+
 # Streams
 
 
@@ -232,6 +249,24 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
     assert server.fake.stopped.wait(60)
     assert eventually(lambda: server.taken() == {"streams": 39} and server.metric("streams") == 0)
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
+
+
+def test_a_cancelled_stream_leaves_no_item_running_and_no_error_behind(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(side_by_side=True)
+    call = server.stream(items(*["wait"] * 20))
+    assert eventually(lambda: len(server.fake.names) == 6)
+    call.cancel()
+    assert eventually(lambda: server.fake.over == 6)
+    ask: Stream = server.channel.stream_stream(STREAM)
+    malformed = ask(iter([next(items("wait")).SerializeToString(), *[b"\xff\xff"] * 3]))
+    assert eventually(lambda: len(server.fake.names) == 7)
+    time.sleep(0.2)  # the malformed items fail meanwhile
+    malformed.cancel()
+    assert eventually(lambda: not server.taken())
+    gc.collect()
+    assert caplog.records == []
 
 
 def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

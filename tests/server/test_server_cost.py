@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +13,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from message_strategies import picture, places, tensor
+from serving import serving
+from waiting import eventually
 
 from mmpos import Grid, MmposError, SegmentTable, Text
 from mmpos.client import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
 from mmpos.rpc.positions import get_query, put_query
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
+from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server.arrivals import Arrivals
 from mmpos_server.call import Call, Threads
 from mmpos_server.config import Profiles, load
 from mmpos_server.position_service import PositionService, max_segments
 from mmpos_server.rotary_service import RotaryService
 from mmpos_server.sequence_service import SequenceService
+from mmpos_server.services import place_method
 
 CONFIG = load()
 
@@ -97,7 +102,7 @@ INLINE = ["read", "place", "write"]
 LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
     "few segments": (PositionsQuery(IMAGES), INLINE),
     "ids": (PositionsQuery(Spans([2**18], [], np.empty((0, 3), int)), dense=Dense()), INLINE),
-    "ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), ["read", "queue", "place", "write"]),
+    "ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), ["read", "queue", "place", "queue", "write"]),
     "windows": (
         PositionsQuery(IMAGES, views=[Window([0] * 40, [0] * 40, [1000] * 40)]),
         ["read", "queue", "place", "write"],
@@ -156,6 +161,35 @@ def test_few_tokens_are_rotated_on_the_event_loop(call: Call, tokens: int, stage
     rotations = RotaryService(Profiles.from_config(CONFIG), CONFIG.limits)
     asyncio.run(rotations.rotate(request, rotary_pb2.RotateResponse(), call))
     assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_large_answers_are_counted_before_they_exist(streamed: bool) -> None:
+    query = pb.PositionsQuery()
+    put_query(query, PositionsQuery(Spans([2**20], [], np.empty((0, 3), int)), dense=Dense()))  # 8 MiB of ids
+    taken: list[int] = []
+
+    class Watched(PositionService):
+        def _write(self, *arguments: Any) -> None:
+            taken.append(serving_.server.arrivals.unread.taken)
+            super()._write(*arguments)
+
+    service = Watched(Profiles.from_config(CONFIG), CONFIG.limits)
+    with serving(options={"methods": [place_method(service.place)]}) as serving_:
+        if streamed:
+            (answer,) = serving_.stream(iter([pb.StreamPlaceRequest(query=query)]))
+        else:
+            answer = serving_.place(pb.PlaceRequest(query=query).SerializeToString())
+        assert len(answer.positions.dense.data) == 2**23
+        assert taken[0] >= 2**23
+        assert eventually(lambda: not serving_.taken())
+        calls = [serving_.stream(pb.StreamPlaceRequest(query=query) for _ in range(40)) for _ in range(6)]
+        assert eventually(lambda: serving_.taken().get("unread_bytes", 0) > 2**25)
+        time.sleep(0.5)
+        assert serving_.taken()["unread_bytes"] <= 2**26 + 2**12  # the share of a client, and the heads of messages
+        for call in calls:
+            call.cancel()
+        assert eventually(lambda: not serving_.taken())
 
 
 IMPORTS = """

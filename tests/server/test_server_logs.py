@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from certificates import make_certificate
+from grpc import aio
 from http2 import Connection
 from server_program import Start
 from serving import PLACE, SERVICE, KeptLogs, Serve, items, query, status_of
@@ -121,6 +122,31 @@ def test_a_repeated_event_is_written_at_most_once_a_second_with_its_count(monkey
         logs.seldom("wrong", at=now[0])
     monkeypatch.undo()
     assert [(line["times"], line["at"]) for line in logs.lines()] == [(1, 10.0), (3, 11.0), (2, 20.0)]
+
+
+def test_clients_that_leave_before_their_answers_are_counted_without_tracebacks() -> None:
+    logs, grpcs = KeptLogs(), logging.getLogger("a name of grpc")
+    grpcs.addHandler(logs)
+    for _ in range(3):
+        try:
+            raise aio.InternalError("secret")
+        except aio.InternalError as error:
+            grpcs.exception("error raised in core by servicer method [%s]", "/secret")
+            logs.error("internal error", error, method="Place")
+    grpcs.removeHandler(logs)
+    lines = logs.lines()
+    assert [line["event"] for line in lines] == ["a client left before its answer was sent", *["internal error"] * 3]
+    assert "exception" not in lines[0]
+    assert "secret" not in str(lines[0])
+    assert all("InternalError: secret" in line["exception"] for line in lines[1:])
+
+
+def test_our_own_decoding_errors_keep_their_tracebacks() -> None:
+    logs = KeptLogs()
+    logs.error("internal error", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "wrong"), method="Place")
+    [line] = logs.lines()
+    assert (line["event"], line["method"]) == ("internal error", "Place")
+    assert "wrong" in line["exception"]
 
 
 class SmallDisk(io.RawIOBase):

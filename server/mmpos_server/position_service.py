@@ -40,11 +40,11 @@ class PositionService:
     async def place(self, message: pb.PositionsQuery, answer: pb.Positions, call: Call) -> None:
         """Answer Place with the positions of a batch of documents; larger work runs in a thread."""
         if call.request_bytes > SMALL_BYTES:
-            query, positions = await call.run("work", lambda: self._solved(self._read(message, call), call))
+            query, positions = await call.run("work", lambda: self._solve(self._read(message, call), call))
         else:
             query = self._read(message, call)
             large = max_segments(query) > SMALL_SEGMENTS
-            query, positions = await call.run("work", self._solved, query, call) if large else self._solved(query, call)
+            query, positions = await call.run("work", self._solve, query, call) if large else self._solve(query, call)
         call.answer_bytes = size = reply_bytes(positions, query.dense)
         check("response_bytes", size, self._limits)
         if size <= SMALL_ANSWER:
@@ -53,21 +53,18 @@ class PositionService:
             await call.reserve(size)
             await call.run("work", self._write, query, positions, answer, call)
 
-    def _solved(self, query: PositionsQuery, call: Call) -> tuple[PositionsQuery, PositionTable]:
-        return query, self._solve(query, call)
-
     def _read(self, message: pb.PositionsQuery, call: Call) -> PositionsQuery:
         began = perf_counter()
         check_message(message, self._limits)
         profile = self._profiles.get(message.profile if message.HasField("profile") else None)
         query = get_query("query", message, call.beside, self._profiles.schemes, profile.builder.scheme)
         if isinstance(query.source, InputIds) and message.HasField("profile"):
-            return replace(query, source=_complete(query.source, profile))
+            query = replace(query, source=_complete(query.source, profile))
         call.staged("read", began)
         return query
 
-    def _solve(self, query: PositionsQuery, call: Call) -> PositionTable:
-        """Return the position table of a query; check the limits before each step."""
+    def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionsQuery, PositionTable]:
+        """Return a query with its position table; check the limits before each step."""
         began = perf_counter()
         segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
         call.counts = {"images": check_segments(segments, self._limits)}
@@ -80,7 +77,7 @@ class PositionService:
             positions = view.view(positions)
             check_table(positions, self._limits)
         call.staged("place", began)
-        return positions
+        return query, positions
 
     def _write(self, query: PositionsQuery, positions: PositionTable, answer: pb.Positions, call: Call) -> None:
         call.checkpoint()

@@ -10,11 +10,18 @@ from typing import Any, Literal
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.models.image_file import ImageFile
-from mmpos.integrations.models.model_types import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelType
 from mmpos.integrations.models.settings import MERGES, ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
-from mmpos.rotary.hf_models import ENCODERS, OTHER_TYPES, TRANSFORMERS
+from mmpos.rotary.hf_models import (
+    ALIASES,
+    ENCODERS,
+    MODEL_TYPES,
+    TEXT_TYPES,
+    TRANSFORMERS,
+    UNSUPPORTED_TYPES,
+    ModelType,
+)
 from mmpos.schemes import (
     Grid2D,
     MRopeQwen25,
@@ -185,7 +192,7 @@ def _rotary(fields: Fields, known: ModelType, layer_type: str | None) -> tuple[R
     """Read the rotation of the language model and, if it differs, the rotation of the second channels of pairs."""
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
-    inside = OTHER_TYPES.get(inside, inside)
+    inside = ALIASES.get(inside, inside)
     of_class = fields.defaults.get("parts", {}).get("text_config")
     allowed = known.text or ({of_class} if of_class else TEXT_TYPES)
     if inside not in {None, fields.model_type, *allowed}:
@@ -241,9 +248,10 @@ def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -
         settings["spatial_merge_size"] = side
     elif scheme.axes >= 3:
         raise vision.missing("spatial_merge_size", "an integer")
+    encoder, heads = ENCODERS.get(vision.model_type), vision.get("num_attention_heads")
     # A Rotary cannot describe heads whose halves rotate separately and share keys.
-    shared = vision.kv_heads_of_halves not in (None, vision.get("num_attention_heads"))
-    if vision.model_type in ENCODERS and not shared:
+    shared = encoder and encoder.kv_heads and (vision.own("num_key_value_heads") or encoder.kv_heads) != heads
+    if encoder and not shared:
         settings |= {"vision_scheme": vision_scheme(vision), "vision_rotary": Rotary(**hf_arguments(vision))}
     return settings
 

@@ -44,12 +44,9 @@ def rotation(model: str) -> str:
         return f"{axes} axes, its own, half"
     rotary = Rotary(64, axes=axes)
     if text is not None:
-        sizes = {
-            "head_dim": 2 * sum(MODELS[text].rotation.section or ()),
-            "partial_rotary_factor": 1.0,
-            "rope_theta": 1e4,
-        }
-        rotary = Rotary.from_hf_config({"model_type": text, **sizes})
+        sizes = {"partial_rotary_factor": 1.0, "rope_theta": 1e4}
+        head_dim = 2 * sum(MODELS[text].rotation.section or ())
+        rotary = Rotary.from_hf_config({"model_type": text, "head_dim": head_dim, **sizes})
     allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
     return f"{axes} axes, {allocation}, {rotary.pairing}"
 

@@ -263,6 +263,6 @@ def vision_scheme(vision: Fields) -> Grid2D:
         InvalidInputError: the config has no spatial_merge_size, on which the order of patches depends.
     """
     encoder = ENCODERS[vision.model_type]
-    assert encoder.order is not None, "all of ENCODERS have an order"
+    assert encoder.order, "all of ENCODERS have an order"
     side = 1 if encoder.order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)
     return Grid2D(encoder.order, side, 3 if encoder.turns == "frames" else 2, encoder.first)

@@ -128,7 +128,9 @@ def _check_complete(fields: Fields, rope: Values, overrides: Values) -> None:
     """Raise unless an unknown model type's config and the overrides determine all arguments that a class may set."""
     is_set = {
         "head_dim": fields.own("head_dim", "qk_rope_head_dim") is not None,
-        "theta": "inv_freq" in overrides or _own_theta(fields, rope) is not None,
+        "theta": "inv_freq" in overrides
+        or rope.get("rope_theta") is not None
+        or fields.own(*UNKNOWN.base_names) is not None,
         "rotary_dim": _factor(fields, rope) is not None or fields.own("rotary_dim") is not None,
         "pairing": fields.own("rope_interleave") is not None,
         "allocation": rope.get("rope_type") != "axial",
@@ -314,7 +316,8 @@ def _derived_head_dim(fields: Fields) -> int:
 
 
 def _theta(fields: Fields, rope: Values) -> float:
-    base = _own_theta(fields, rope)
+    base = rope.get("rope_theta") if fields.rotation.theta is None else fields.rotation.theta
+    base = fields.own(*fields.rotation.base_names) if base is None else base
     base = fields.defaults.get("rope_theta") if base is None else base
     if base is None:
         raise InvalidInputError("rope_theta: got none in the config, want rope_theta, or the argument theta")
@@ -328,14 +331,6 @@ def _theta(fields: Fields, rope: Values) -> float:
                 f"layer_rope_theta must equal rope_theta {theta} in rotated layers unless theta is passed, got {got}"
             )
     return theta
-
-
-def _own_theta(fields: Fields, rope: Values) -> Any:
-    """Return the base that is set by the config itself or by the code of its model type."""
-    if fields.rotation.theta is not None:
-        return fields.rotation.theta
-    base = rope.get("rope_theta")
-    return fields.own(*fields.rotation.base_names) if base is None else base
 
 
 def _factor(fields: Fields, rope: Values) -> Any:

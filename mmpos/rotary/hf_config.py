@@ -35,7 +35,6 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Supported rope types and the fields that each requires; "mrope" is read as default, "su" as longrope."""
 
-
 LENGTH_TYPES = ("dynamic", "yarn", "llama3", "longrope")
 """Rope types that depend on the length at which a model was trained."""
 
@@ -438,14 +437,16 @@ def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling:
         return PRoPE(1.0 if factor_of_pairs is None else factor_of_pairs, 1.0 if factor is None else factor)
     if kind == "longrope":
         return LongRoPE(rope["short_factor"], rope["long_factor"], original, factor, rope.get("attention_factor"))
-    return _yarn(rope, factor, original)
+    optional = {name: rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+    fast, slow, truncate = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1, rope.get("truncate")
+    return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **optional)
 
 
 def _check_all_scaled(fields: Fields) -> None:
     layers, count = fields.own("rope_scaling_layers"), fields.own("num_hidden_layers")
-    if layers is not None and {*integers("rope_scaling_layers", layers)} != {
-        *range(integer("num_hidden_layers", count))
-    }:
+    if layers is None:
+        return
+    if {*integers("rope_scaling_layers", layers)} != {*range(integer("num_hidden_layers", count))}:
         raise InvalidInputError(
             f"rope_scaling_layers: got {layers}, want all {count} layers, or pass scaling for these or the other layers"
         )
@@ -468,13 +469,6 @@ def _number(name: str, value: Any) -> Any:
     if value is not None:
         finite(name, value, above=0)
     return value
-
-
-def _yarn(rope: Values, factor: Any, original: Any) -> YaRN:
-    optional = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-    fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-    truncate = rope.get("truncate")
-    return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **optional)
 
 
 def _listed(names: Iterable[str]) -> str:

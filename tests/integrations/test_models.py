@@ -406,6 +406,9 @@ CONFIGS_REFUSED: dict[str, Any] = {
     "config.text_config.model_type: got 'llama' in 'qwen2_vl', want one of qwen2_vl_text": without(
         "qwen2_vl", text_config={"model_type": "llama"}
     ),
+    "config.text_config.model_type: got ['llama'] in 'llava', want one of": without(
+        "llava", text_config={"model_type": ["llama"]}
+    ),
     "Placeholders.video must differ from image, got 151655": without("qwen2_vl", video_token_id=151655),
     "config.vision_end_token_id must differ from vision_start_token_id, got 151652": without(
         "qwen2_vl", vision_end_token_id=151652

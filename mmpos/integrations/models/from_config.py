@@ -188,10 +188,10 @@ def _rotary(fields: Fields, known: ModelType, layer_type: str | None) -> tuple[R
     """Read the rotation of the language model and, if it differs, the rotation of the second channels of pairs."""
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
-    inside = ALIASES.get(inside, inside)
+    inside = ALIASES.get(inside, inside) if isinstance(inside, str) else inside
     of_class = fields.defaults.get("parts", {}).get("text_config")
     allowed = known.text or ({of_class} if of_class else TEXT_TYPES)
-    if inside not in {None, fields.model_type, *allowed}:
+    if inside not in (None, fields.model_type, *allowed):
         got = f"{inside!r} in {fields.model_type!r}"
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(allowed)}")
     overrides: dict[str, Any] = {}

@@ -225,7 +225,10 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
         layers += layers[-1:] * (len(types) - len(layers))
         layers = [layer for layer, kind in zip(layers, types, strict=False) if kind == layer_type]
     for name in HEAD_FIELDS:
-        values = list(dict.fromkeys(read_field(layer, name) for layer in layers))
+        values: list[Any] = []
+        for layer in layers:
+            if (value := read_field(layer, name)) not in values:
+                values.append(value)
         if len(values) > 1:
             got = ", ".join(map(str, values))
             raise InvalidInputError(f"{name}: got {got} in per_layer_config, want one value, or pass layer_type")

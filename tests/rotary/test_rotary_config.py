@@ -735,9 +735,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     **{
         f"head_dim: got {got} in per_layer_config, want one value...": (
-            text_of("llama", per_layer_config={index: {"head_dim": 32}}, head_dim=64), None,
+            text_of("llama", per_layer_config={index: {"head_dim": own}}, head_dim=64), None,
         )
-        for index, got in (("0", "32, 64"), ("1", "64, 32"))
+        for index, own, got in (("0", 32, "32, 64"), ("1", 32, "64, 32"), ("0", [8], "[8], 64"))
     },
 }  # fmt: skip
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 from mmpos.rotary import Rotary
-from mmpos.rotary.hf_config import class_defaults
-from mmpos.rotary.hf_models import ENCODERS, OTHER_ROTATIONS, ROTATIONS, UNSUPPORTED_ENCODERS
+from mmpos.rotary.hf_models import ENCODERS, MODELS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS, class_defaults
 from mmpos.schemes import get_scheme
 from mmpos.support.files import write_text
 from mmpos_bench.results import from_json, to_markdown
@@ -45,8 +44,9 @@ def rotation(model: str) -> str:
         return f"{axes} axes, its own, half"
     rotary = Rotary(64, axes=axes)
     if text is not None:
-        sizes = {"head_dim": 2 * sum(ROTATIONS[text].section or ()), "partial_rotary_factor": 1.0, "rope_theta": 1e4}
-        rotary = Rotary.from_hf_config({"model_type": text, **sizes})
+        sizes = {"partial_rotary_factor": 1.0, "rope_theta": 1e4}
+        head_dim = 2 * sum(MODELS[text].rotation.section or ())
+        rotary = Rotary.from_hf_config({"model_type": text, "head_dim": head_dim, **sizes})
     allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
     return f"{axes} axes, {allocation}, {rotary.pairing}"
 

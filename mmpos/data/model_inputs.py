@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from mmpos.data.examples import IGNORE_INDEX, Example, Location, Record, RecordE
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.images import ImageProcessor
 from mmpos.positions.table import PositionTable
+from mmpos.rotary.hf_models import MODELS, UNLISTED
 from mmpos.schemes import Grid2D, Scheme
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable, token_types
@@ -51,41 +52,14 @@ class ModelInputs:
     expert_types: bool = False
 
 
-_TEXT, _IMAGES = ModelInputs(), ModelInputs(text_row=True, images=True)
-_TEXT_TYPES = """
-    cohere deepseek_vl emu3 fuyu gemma gemma2 gemma3 gemma3_text glm4 granite idefics2 idefics3 internvl janus
-    lighton_ocr llama llava llava_next llava_onevision ministral3 mistral mistral3 mixtral olmo2 persimmon phi3 qwen2
-    qwen2_moe qwen3 qwen3_moe smollm3 smolvlm starcoder2
-"""
-_IMAGE_TYPES = """
-    cohere_compass cosmos3_edge cosmos3_omni glm46v glm4v glm4v_moe glm_ocr glmga qwen2_5_vl qwen2_vl qwen3_vl
-    qwen3_vl_moe
-"""
-
 MODEL_INPUTS: Mapping[str, ModelInputs] = MappingProxyType(
     {
-        **dict.fromkeys(_TEXT_TYPES.split(), _TEXT),
-        **dict.fromkeys(_IMAGE_TYPES.split(), _IMAGES),
-        "ernie4_5_vl_moe": replace(_IMAGES, expert_types=True),
-        "paddleocr_vl": replace(_IMAGES, planes=True),
-        **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), replace(_IMAGES, seq_idx=True)),
+        name: ModelInputs(**dict.fromkeys(row.inputs, True))
+        for name, row in MODELS.items()
+        if isinstance(row.inputs, tuple)
     }
 )
 """Model types of Transformers 5.24 that separate the documents of a pack, with their arguments."""
-
-_OMNI = "it takes audio as features, which are not passed on"
-_REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "glm_image": "its batches hold the images to generate and images_per_sample, which an Example does not have",
-        "gpt_oss": "its masks do not read the documents of a row from position_ids",
-        "hy_v4_vl": "its rows end in a placeholder with features, where an Example has a separator without features",
-        "hunyuan_vl": "it rejects the text row from which its mask would read the documents",
-        "minicpmv4_7": "it takes images as slices with target_sizes, which an Example does not have",
-        **dict.fromkeys(("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _OMNI),
-        "qwen4_exp": "n-grams and convolutions of its PLE layers cross the bounds of documents in a row",
-    }
-)
-"""Model types that are refused, with the reason."""
 
 
 class Model(Protocol):
@@ -190,7 +164,7 @@ class ModelCollator:
             raise InvalidInputError(f"collate: got {got}, want a PackedCollator or a PaddedCollator")
         kind = self.settings.model_type
         if kind not in MODEL_INPUTS:
-            reason = _REFUSED.get(kind, "it is not known to separate the documents of a pack")
+            reason = MODELS.get(kind, UNLISTED).inputs or "it is not known to separate the documents of a pack"
             want = ", ".join(sorted(MODEL_INPUTS))
             raise UnsupportedError(f"settings.model_type: got {kind!r} ({reason}), want one of {want}")
         object.__setattr__(self, "inputs", MODEL_INPUTS[kind])
@@ -382,7 +356,7 @@ class ProcessedInputs:
         seconds = None if seconds is None else np.asarray(seconds).tolist()
         kind = self.settings.model_type
         for name in _PIXELS:
-            if record.get(name) is not None and not MODEL_INPUTS.get(kind, _TEXT).images:
+            if record.get(name) is not None and not MODEL_INPUTS.get(kind, ModelInputs()).images:
                 raise _text_alone(name, "pixels", kind)
         if grids["video_grid_thw"] is not None and self.settings.temporal_merge_size > 1:
             raise UnsupportedError(f"video_grid_thw: got a video for {kind!r}, which merges frames, want only images")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from os.path import isdir, isfile
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.allocation import MAX_HEAD_DIM
-from mmpos.rotary.hf_models import OTHER_ROTATIONS, OTHER_TYPES, PLAIN, ROTATIONS, TEXT_AT_TOP, RotationType
+from mmpos.rotary.hf_models import ALIASES, MODELS, UNKNOWN, UNLISTED, Encoder, RotationType, class_defaults
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.support.checks import boolean, finite, integer, integers, numbers
 
@@ -35,7 +34,6 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Supported rope types and the fields that each requires; "mrope" is read as default, "su" as longrope."""
-
 
 LENGTH_TYPES = ("dynamic", "yarn", "llama3", "longrope")
 """Rope types that depend on the length at which a model was trained."""
@@ -73,27 +71,22 @@ def hf_arguments(
     fields = _language_model(config, by_channel)
     rope = _rope_parameters(fields, layer_type)
     fields = _layer(fields, layer_type)
-    if not _known(fields):
+    if not fields.known:
         _check_complete(fields, rope, overrides)
     kind = _rope_type(fields, rope)
-    head_dim = overrides["head_dim"] if "head_dim" in overrides else _head_dim(fields)
-    arguments: dict[str, Any] = {"head_dim": head_dim}
-    if "rotary_dim" not in overrides:
-        arguments["rotary_dim"] = _rotary_dim(fields, rope, kind, integer("head_dim", head_dim))
+    arguments = _sizes(fields, rope, kind, overrides)
     if not overrides.keys() & {"theta", "inv_freq"}:
         arguments["theta"] = _theta(fields, rope)
     if "pairing" not in overrides:
         arguments["pairing"] = _pairing(fields)
-    rotary_dim = {**arguments, **overrides}["rotary_dim"]
+    head_dim, rotary_dim = ({**arguments, **overrides}[name] for name in ("head_dim", "rotary_dim"))
     rotary_dim = integer("rotary_dim", head_dim if rotary_dim is None else rotary_dim)
     if kind == "axial":
         arguments |= _axial_layout(fields, head_dim, rotary_dim)
     else:
-        arguments |= _text_layout(fields, rope, rotary_dim)
-        if not overrides.keys() & {"allocation", "mrope_section"}:
-            _check_default_section(fields, rope, arguments, rotary_dim // 2)
+        arguments |= _text_layout(fields, rope, rotary_dim, overrides)
         if not overrides.keys() & {"scaling", "inv_freq"}:
-            arguments["scaling"] = _scaling(fields, rope, kind)
+            arguments["scaling"] = None if kind == "default" else _scaling(fields, rope, kind)
     if "allocation" in overrides:
         layout = ("allocation", "axes", "axes_dim", "mrope_section")
         arguments = {key: arguments[key] for key in arguments if key not in layout}
@@ -107,12 +100,7 @@ def hf_pairing(config: object) -> str | None:
         UnsupportedError: Rotary cannot describe how this model type rotates.
     """
     fields = _language_model(config)
-    return _pairing(fields) if _known(fields) or fields.own("rope_interleave") is not None else None
-
-
-def _known(fields: Fields) -> bool:
-    """Return whether it is known how this model type rotates."""
-    return "rope_theta" in fields.defaults
+    return _pairing(fields) if fields.known or fields.own("rope_interleave") is not None else None
 
 
 def _language_model(config: object, by_channel: bool = False) -> Fields:
@@ -120,15 +108,16 @@ def _language_model(config: object, by_channel: bool = False) -> Fields:
     for name in ("thinker_config", "text_config"):
         fields = fields.part(name) or fields
     model = fields.model_type
-    if model in TEXT_AT_TOP:
-        fields = Fields(fields.name, fields.config, fields.parts["text_config"])
-        model = fields.model_type
-    if model in OTHER_ROTATIONS and not (by_channel and _known(fields)):
-        raise UnsupportedError(f"model_type: got {model!r}, want another: {OTHER_ROTATIONS[model]}")
+    if MODELS.get(model, UNLISTED).text_at_top:
+        model = fields.parts["text_config"]
+        fields = Fields(fields.name, fields.config, model)
+    refused = MODELS.get(model, UNLISTED).rotation.refused
+    if refused and not (by_channel and fields.known):
+        raise UnsupportedError(f"model_type: got {model!r}, want another: {refused}")
     for name in ("thinker_config", "text_config"):
         if name in fields.parts:
             raise fields.missing_part(name, "the language model")  # a composite config without its text part
-    if fields.parts and not _known(fields):
+    if fields.parts and not fields.known:
         names = ", ".join(sorted(fields.parts))
         raise InvalidInputError(f"{fields.name}: got the config of a whole {model!r}, want one of its {names}")
     return fields
@@ -138,7 +127,9 @@ def _check_complete(fields: Fields, rope: Values, overrides: Values) -> None:
     """Raise unless an unknown model type's config and the overrides determine all arguments that a class may set."""
     is_set = {
         "head_dim": fields.own("head_dim", "qk_rope_head_dim") is not None,
-        "theta": "inv_freq" in overrides or _own_theta(fields, rope) is not None,
+        "theta": "inv_freq" in overrides
+        or rope.get("rope_theta") is not None
+        or fields.own(*UNKNOWN.base_names) is not None,
         "rotary_dim": _factor(fields, rope) is not None or fields.own("rotary_dim") is not None,
         "pairing": fields.own("rope_interleave") is not None,
         "allocation": rope.get("rope_type") != "axial",
@@ -153,35 +144,25 @@ def _check_complete(fields: Fields, rope: Values, overrides: Values) -> None:
 
 def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
     """Read the rope parameters, for one layer type if they differ by type, from any field that may contain them."""
-    model = fields.model_type
     scaling, parameters = (fields.own(name) for name in ("rope_scaling", "rope_parameters"))
     for value in (scaling, parameters):
         if value is not None and not isinstance(value, Mapping):
             raise InvalidInputError(f"rope_parameters: got {value!r}, want a mapping")
-    if scaling and model == "cohere2_moe":
-        raise InvalidInputError(f"rope_scaling: got a value for {model!r}, whose code ignores it, want none")
+    if scaling and fields.model_type == "cohere2_moe":
+        raise InvalidInputError(
+            f"rope_scaling: got a value for {fields.model_type!r}, whose code ignores it, want none"
+        )
     default = fields.defaults.get("rope_parameters", {})
-    if _by_layer(default) or _by_layer(scaling or parameters or {}):
-        if scaling and _by_layer(scaling):  # in a config object, both fields are the same mapping
+    by_layer = [any(isinstance(value, Mapping) for value in (rope or {}).values()) for rope in (scaling, parameters)]
+    if fields.by_layer or by_layer[0 if scaling else 1]:
+        if by_layer[0]:  # in a config object, both fields are the same mapping
             scaling, parameters = None, scaling
         return _layer_parameters(fields, layer_type, scaling or {}, parameters or {})
-    types = _layer_types(fields)
+    types = fields.layer_types()
     if layer_type is not None and layer_type not in types:
         want = f"one of {_listed(sorted({*types}))}" if types else "None: all layers rotate alike"
         raise InvalidInputError(f"layer_type: got {layer_type!r}, want {want}")
     return {} if fields.rotation.unscaled else dict(scaling or parameters or default)
-
-
-def _layer_types(fields: Fields) -> list[str]:
-    """Return the type of each layer from the config, or else the types in the defaults of its class, if any."""
-    types = fields.get("layer_types")
-    if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
-        raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
-    return list(types or ())
-
-
-def _by_layer(rope: Values) -> bool:
-    return any(isinstance(value, Mapping) for value in rope.values())
 
 
 def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
@@ -240,11 +221,14 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
     else:
         return fields
     if layer_type is not None:
-        types = _layer_types(fields)
+        types = fields.layer_types()
         layers += layers[-1:] * (len(types) - len(layers))
         layers = [layer for layer, kind in zip(layers, types, strict=False) if kind == layer_type]
     for name in HEAD_FIELDS:
-        values = list(dict.fromkeys(read_field(layer, name) for layer in layers))
+        values: list[Any] = []
+        for layer in layers:
+            if (value := read_field(layer, name)) not in values:
+                values.append(value)
         if len(values) > 1:
             got = ", ".join(map(str, values))
             raise InvalidInputError(f"{name}: got {got} in per_layer_config, want one value, or pass layer_type")
@@ -281,34 +265,61 @@ def _rope_type(fields: Fields, rope: Values) -> str:
         kind = "longrope"
     if (kind == "default" and fields.rotation.encoder is not None) or model == "llama4_vision_model":
         kind = "axial"  # the vision encoder of Llama 4 is axial regardless of its config
-    if kind == "dynamic" and rope.get("alpha") and (fields.rotation.alpha or not _known(fields)):
+    if kind == "dynamic" and rope.get("alpha") and fields.rotation.alpha:
         kind = "ntk_alpha"
     return kind
 
 
-def _head_dim(fields: Fields) -> int:
-    head_dim = None
-    # Latent attention rotates a separate tensor with qk_rope_head_dim channels, regardless of head_dim.
-    if "qk_rope_head_dim" in fields.defaults or not _known(fields):
-        head_dim = fields.size("qk_rope_head_dim")
-    if head_dim is None and not fields.rotation.head_dim_unread:
-        head_dim = fields.size("head_dim")
-    if head_dim is None:
-        name, times = fields.rotation.width
-        width, heads = fields.get(name), fields.get("num_attention_heads")
-        if width is None or heads is None:
-            raise InvalidInputError(
-                f"head_dim: got none in the config, want head_dim, or {name} and num_attention_heads"
-            )
-        head_dim = times * integer(name, width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
-        if head_dim % 2:
-            got = f"none, and {head_dim} derived from {name} {width} and num_attention_heads {heads}"
-            raise InvalidInputError(f"{fields.name}.head_dim: got {got}, want an even number")
-    return integer("head_dim", head_dim, minimum=2, maximum=MAX_HEAD_DIM)
+def _sizes(fields: Fields, rope: Values, kind: str, overrides: Values) -> dict[str, Any]:
+    """Return head_dim and, unless it is overridden, rotary_dim."""
+    rotation, head_dim = fields.rotation, overrides.get("head_dim")
+    if "head_dim" not in overrides:
+        # Latent attention rotates a separate tensor with qk_rope_head_dim channels, regardless of head_dim.
+        if "qk_rope_head_dim" in fields.defaults or not fields.known:
+            head_dim = fields.get("qk_rope_head_dim", null=False)
+        if head_dim is None and not rotation.head_dim_unread:
+            head_dim = fields.get("head_dim", null=False)
+        if head_dim is None:
+            head_dim = _derived_head_dim(fields)
+        head_dim = integer("head_dim", head_dim, minimum=2, maximum=MAX_HEAD_DIM)
+    if "rotary_dim" in overrides:
+        return {"head_dim": head_dim}
+    head_dim = rotary_dim = integer("head_dim", head_dim)
+    if kind == "axial" and rotation.encoder is not None and rotation.encoder.turns == "frames":
+        rotary_dim = head_dim // 6 * 6
+    has_factor = kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim
+    # mistral4's factor refers to a head of a different size.
+    if has_factor and kind not in ("proportional", "axial") and fields.model_type != "mistral4":
+        factor = _factor(fields, rope)
+        own = fields.get("rotary_dim") if factor is None and rotation.reads_rotary_dim else None
+        if own is not None:
+            return {"head_dim": head_dim, "rotary_dim": integer("rotary_dim", own)}
+        if factor is None:
+            factor = 1.0 if kind != "default" or rotation.partial is None else rotation.partial
+        rotary_dim = int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
+        if rotary_dim % 2:
+            unset = " (the config has none)" if fields.own("head_dim", "qk_rope_head_dim") is None else ""
+            got = f"{factor}, which rotates {rotary_dim} channels of head_dim {head_dim}{unset}"
+            raise InvalidInputError(f"{fields.name}.partial_rotary_factor: got {got}, want an even number of channels")
+    return {"head_dim": head_dim, "rotary_dim": rotary_dim}
+
+
+def _derived_head_dim(fields: Fields) -> int:
+    """Return the width of a model divided by its number of heads."""
+    name, times = fields.rotation.width
+    width, heads = fields.get(name), fields.get("num_attention_heads")
+    if width is None or heads is None:
+        raise InvalidInputError(f"head_dim: got none in the config, want head_dim, or {name} and num_attention_heads")
+    head_dim = times * integer(name, width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
+    if head_dim % 2:
+        got = f"none, and {head_dim} derived from {name} {width} and num_attention_heads {heads}"
+        raise InvalidInputError(f"{fields.name}.head_dim: got {got}, want an even number")
+    return head_dim
 
 
 def _theta(fields: Fields, rope: Values) -> float:
-    base = _own_theta(fields, rope)
+    base = rope.get("rope_theta") if fields.rotation.theta is None else fields.rotation.theta
+    base = fields.own(*fields.rotation.base_names) if base is None else base
     base = fields.defaults.get("rope_theta") if base is None else base
     if base is None:
         raise InvalidInputError("rope_theta: got none in the config, want rope_theta, or the argument theta")
@@ -324,66 +335,29 @@ def _theta(fields: Fields, rope: Values) -> float:
     return theta
 
 
-def _own_theta(fields: Fields, rope: Values) -> Any:
-    """Return the base that is set by the config itself or by the code of its model type."""
-    if fields.rotation.theta is not None:
-        return fields.rotation.theta
-    base = rope.get("rope_theta")
-    return base if base is not None else fields.own(*_old_names(fields, "rope_theta", "rotary_emb_base"))
-
-
-def _old_names(fields: Fields, name: str, old: str) -> tuple[str, ...]:
-    if not _known(fields):
-        return name, old
-    return (old,) if fields.rotation.old_names else (name,)
-
-
 def _factor(fields: Fields, rope: Values) -> Any:
     """Return the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
-    own = not fields.rotation.factor_unread and not _by_layer(fields.defaults.get("rope_parameters", {}))
-    if factor is None and own:
-        factor = fields.own(*_old_names(fields, "partial_rotary_factor", "rotary_pct"))
+    if factor is None and not fields.by_layer:
+        factor = fields.own(*fields.rotation.factor_names)
     return fields.defaults.get("partial_rotary_factor") if factor is None else factor
-
-
-def _rotary_dim(fields: Fields, rope: Values, kind: str, head_dim: int) -> int:
-    rotation = fields.rotation
-    if kind == "axial" and rotation.encoder is not None and rotation.encoder.turns == "frames":
-        return head_dim // 6 * 6
-    has_factor = kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim or not _known(fields)
-    # mistral4's factor refers to a head of a different size.
-    if kind in ("proportional", "axial") or fields.model_type == "mistral4" or not has_factor:
-        return head_dim
-    factor = _factor(fields, rope)
-    if factor is None and (rotation.reads_rotary_dim or not _known(fields)):
-        rotary_dim = fields.get("rotary_dim")
-        if rotary_dim is not None:
-            return integer("rotary_dim", rotary_dim)
-    if factor is None:
-        factor = 1.0 if kind != "default" or rotation.partial is None else rotation.partial
-    channels = int(head_dim * finite("partial_rotary_factor", factor, minimum=0))
-    if channels % 2:
-        unset = " (the config has none)" if fields.own("head_dim", "qk_rope_head_dim") is None else ""
-        got = f"{factor}, which rotates {channels} channels of head_dim {head_dim}{unset}"
-        raise InvalidInputError(f"{fields.name}.partial_rotary_factor: got {got}, want an even number of channels")
-    return channels
 
 
 def _pairing(fields: Fields) -> str:
     adjacent = fields.rotation.adjacent
-    if "rope_interleave" in fields.defaults or not _known(fields):
+    if "rope_interleave" in fields.defaults or not fields.known:
         adjacent = boolean("rope_interleave", fields.get("rope_interleave"))
     return "adjacent" if adjacent else "half"
 
 
 def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, Any]:
     """Return the layout arguments of a vision encoder, whose axes are rows and columns, or frames, rows and columns."""
-    turns = "rows" if fields.rotation.encoder is None else fields.rotation.encoder.turns
+    encoder = fields.rotation.encoder or Encoder()
+    turns = encoder.turns
     if turns == "halves":
         # Each half of a head acts as a head: the first half is rotated by columns, the second by rows.
         heads = integer("num_attention_heads", fields.get("num_attention_heads"), minimum=1)
-        if (kv_heads := fields.kv_heads_of_halves) != heads:
+        if (kv_heads := fields.own("num_key_value_heads") or encoder.kv_heads) != heads:
             raise UnsupportedError(f"num_key_value_heads: got {kv_heads}, want {heads} as for num_attention_heads")
         halves = {"head_dim": head_dim // 2, "rotary_dim": rotary_dim // 2}
         return {**halves, "axes": 2, "allocation": "heads", "head_axes": [1, 0] * heads}
@@ -396,12 +370,13 @@ def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, A
     return {"axes": 2, "allocation": allocation, "axes_dim": [2 * pairs] * 2}
 
 
-def _text_layout(fields: Fields, rope: Values, rotary_dim: int) -> dict[str, Any]:
+def _text_layout(fields: Fields, rope: Values, rotary_dim: int, overrides: Values) -> dict[str, Any]:
     model, rotation = fields.model_type, fields.rotation
     pairs, older = rope.get("mrope_section"), rope.get("xdrope_section") if model == "hunyuan_vl_text" else None
     if pairs is not None and older is not None and list(pairs) != list(older):
         raise InvalidInputError(f"mrope_section must equal xdrope_section, got {pairs} and {older}")
     pairs = older if pairs is None else pairs
+    from_class = pairs is None
     pairs = rotation.section if pairs is None else pairs
     if pairs is None:
         return {}
@@ -416,6 +391,13 @@ def _text_layout(fields: Fields, rope: Values, rotary_dim: int) -> dict[str, Any
     left = rotary_dim // 2 - sum(section[1:])
     if rotation.interleaved and len(section) == 3 and left >= 0:  # the model code gives all remaining pairs to frames
         section = (left, *section[1:])
+    if from_class and sum(section) != rotary_dim // 2 and not overrides.keys() & {"allocation", "mrope_section"}:
+        read = ("head_dim",) if rotation.partial is None else ("head_dim", "partial_rotary_factor")
+        unset = [name for name in read if fields.own(name) is None and rope.get(name) is None]
+        raise InvalidInputError(
+            f"{fields.name}: got no {', '.join([*unset, 'mrope_section'])}, want the values of a checkpoint: the "
+            f"default mrope_section {list(section)} does not sum to the {rotary_dim // 2} rotated pairs"
+        )
     return {
         "axes": len(section),
         "allocation": "mrope-interleaved" if interleaved else "sections",
@@ -423,32 +405,15 @@ def _text_layout(fields: Fields, rope: Values, rotary_dim: int) -> dict[str, Any
     }
 
 
-def _check_default_section(fields: Fields, rope: Values, arguments: Values, pairs: int) -> None:
-    """Raise if the mrope_section comes from the class and its sum is not the number of rotated pairs."""
-    section = arguments.get("mrope_section")
-    from_class = fields.rotation.section is not None and rope.get("mrope_section") is None
-    if section is None or not from_class or sum(section) == pairs:
-        return
-    read = ("head_dim", "partial_rotary_factor") if fields.rotation.partial is not None else ("head_dim",)
-    unset = [name for name in read if fields.own(name) is None and rope.get(name) is None]
-    raise InvalidInputError(
-        f"{fields.name}: got no {', '.join([*unset, 'mrope_section'])}, want the values of a checkpoint: the default "
-        f"mrope_section {section} does not sum to the {pairs} rotated pairs"
-    )
-
-
-def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling | None:
-    model = fields.model_type
+def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling:
     if kind not in ROPE_TYPES:
         raise UnsupportedError(f"rope_type: got {kind!r}, want one of {_listed(ROPE_TYPES)}")
     for name in ROPE_TYPES[kind]:
         if name not in rope:
             raise InvalidInputError(f"rope_parameters.{name}: got none, want a value for rope_type {kind!r}")
-    if kind == "default":
-        return None
     longest = _number("max_position_embeddings", fields.get("max_position_embeddings"))
     name = "original_max_position_embeddings"
-    original = fields.size(name)
+    original = fields.get(name, null=False)
     original = rope.get(name) if original is None else original
     original = longest if original is None else _number(name, original)
     if original is None and kind in LENGTH_TYPES:
@@ -458,9 +423,9 @@ def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling | None:
     factor: Any = rope.get("factor")
     if factor is None and kind in ("yarn", "longrope") and longest is not None:
         factor = longest / original
-    if model == "molmo2_text":
+    if fields.model_type == "molmo2_text":
         _check_all_scaled(fields)
-    if model == "phimoe":
+    if fields.model_type == "phimoe":
         return _phimoe(rope, kind, original)
     if kind == "linear":
         return Linear(factor)
@@ -475,14 +440,16 @@ def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling | None:
         return PRoPE(1.0 if factor_of_pairs is None else factor_of_pairs, 1.0 if factor is None else factor)
     if kind == "longrope":
         return LongRoPE(rope["short_factor"], rope["long_factor"], original, factor, rope.get("attention_factor"))
-    return _yarn(rope, factor, original)
+    optional = {name: rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+    fast, slow, truncate = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1, rope.get("truncate")
+    return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **optional)
 
 
 def _check_all_scaled(fields: Fields) -> None:
     layers, count = fields.own("rope_scaling_layers"), fields.own("num_hidden_layers")
-    if layers is not None and {*integers("rope_scaling_layers", layers)} != {
-        *range(integer("num_hidden_layers", count))
-    }:
+    if layers is None:
+        return
+    if {*integers("rope_scaling_layers", layers)} != {*range(integer("num_hidden_layers", count))}:
         raise InvalidInputError(
             f"rope_scaling_layers: got {layers}, want all {count} layers, or pass scaling for these or the other layers"
         )
@@ -507,29 +474,8 @@ def _number(name: str, value: Any) -> Any:
     return value
 
 
-def _yarn(rope: Values, factor: Any, original: Any) -> YaRN:
-    optional = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-    fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-    truncate = rope.get("truncate")
-    return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **optional)
-
-
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
-
-
-@cache
-def class_defaults() -> Mapping[str, Values]:
-    """Load the relevant defaults of the config classes in Transformers 5.24, by model type.
-
-    ``names`` contains alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model
-    types of nested configs that do not state their model type, ``part_defaults`` the default field values of nested
-    configs, ``absent_parts`` the field values of nested configs that are absent, and ``optional_parts`` the nested
-    configs that are absent by default. Model types with a rotation have ``rope_theta``, which is null if their class
-    has no default. tests/helpers/hf_classes.py writes the file.
-    """
-    table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
-    return MappingProxyType(table)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -576,6 +522,23 @@ class Fields:
     name: str
     config: object
     model_type: str
+    defaults: Values = field(init=False, repr=False)
+    """Defaults of the config class; empty for an unknown model type."""
+    rotation: RotationType = field(init=False, repr=False)
+    """The part of this model type's rotation that its config does not specify."""
+    known: bool = field(init=False, repr=False)
+    """Whether it is known how this model type rotates."""
+    by_layer: bool = field(init=False, repr=False)
+    """Whether the class has rope parameters per layer type by default."""
+    parts: Mapping[str, str] = field(init=False, repr=False)
+    """Names of nested configs and the default model type of each."""
+    optional_parts: tuple[str, ...] = field(init=False, repr=False)
+    """Names of nested configs that are absent by default."""
+    spellings: Mapping[str, tuple[str, ...]] = field(init=False, repr=False)
+    """All names of each field that has several."""
+
+    def __post_init__(self) -> None:
+        vars(self).update(_of_class(self.model_type))
 
     @classmethod
     def of(cls, config: object) -> Fields:
@@ -602,40 +565,13 @@ class Fields:
                 "the file's contents as a mapping. Nothing is downloaded: for a model on the Hub, download its "
                 "config.json, or look its model_type up in docs/models-names.md"
             )
-        return cls("config", config, _model_type(config))
-
-    @property
-    def defaults(self) -> Values:
-        """Defaults of the config class; empty for an unknown model type."""
-        return class_defaults().get(self.model_type, {})
-
-    @property
-    def rotation(self) -> RotationType:
-        """The part of this model type's rotation that its config does not specify."""
-        return ROTATIONS.get(self.model_type, PLAIN)
-
-    @property
-    def kv_heads_of_halves(self) -> int | None:
-        """Number of kv heads of an encoder that rotates half heads; None for all other models."""
-        encoder = self.rotation.encoder
-        if encoder is None or encoder.kv_heads is None:
-            return None
-        return self.own("num_key_value_heads") or encoder.kv_heads
-
-    @property
-    def parts(self) -> Mapping[str, str]:
-        """Names of nested configs and the default model type of each."""
-        return {**self.defaults.get("auto_parts", {}), **self.defaults.get("parts", {})}
-
-    @property
-    def optional_parts(self) -> frozenset[str]:
-        """Names of nested configs that are absent by default."""
-        return frozenset(self.defaults.get("optional_parts", ()))
+        model = read_field(config, "model_type")
+        return cls("config", config, model if isinstance(model, str) else "")
 
     def own(self, *names: str) -> Any:
         """Return the first of these fields that the config itself sets, or None."""
         for name in names:
-            values = {spelling: read_field(self.config, spelling) for spelling in self._spellings(name)}
+            values = {spelling: read_field(self.config, spelling) for spelling in self.spellings.get(name, (name,))}
             values = {spelling: value for spelling, value in values.items() if value is not None}
             value = next(iter(values.values()), None)
             if len(values) > 1 and any(other != value for other in values.values()):
@@ -645,41 +581,45 @@ class Fields:
                 return value
         return None
 
-    def get(self, *names: str) -> Any:
-        """Return the first of these fields that the config sets, else the default of its class; null stays null."""
+    def get(self, *names: str, null: bool = True) -> Any:
+        """Return the first of these fields that the config sets, else the default of its class.
+
+        Null stays null, or is refused unless ``null``, if the default of the class is a number: it would be ambiguous.
+        """
         value = self.own(*names)
-        spellings = [spelling for name in names for spelling in self._spellings(name)]
-        if value is not None or any(self._holds(spelling) for spelling in spellings):
+        if value is not None:
             return value
-        return next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
-
-    def size(self, name: str) -> Any:
-        """Return the field; refuse null, which would be ambiguous, if the class's default is a number."""
-        value = self.get(name)
-        default = next((self.defaults[other] for other in self._spellings(name) if other in self.defaults), None)
-        if value is None and default is not None:
-            raise InvalidInputError(f"{self.name}.{name}: got null, want a number; the default is {default}")
-        return value
-
-    @property
-    def bare(self) -> bool:
-        """Whether the config is a mapping without fields except model_type, so that its class sets all of them."""
-        return isinstance(self.config, Mapping) and self.config.keys() <= {"model_type"}
+        spellings = [spelling for name in names for spelling in self.spellings.get(name, (name,))]
+        default = next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
+        is_mapping = isinstance(self.config, Mapping)
+        if not any(name in self.config if is_mapping else hasattr(self.config, name) for name in spellings):  # type: ignore[operator]
+            return default
+        if default is not None and not null:
+            raise InvalidInputError(f"{self.name}.{names[0]}: got null, want a number; the default is {default}")
+        return None
 
     def part(self, name: str) -> Fields | None:
         """Return a nested config, or None if it is missing; a bare config has the nested configs of its class."""
-        config = self.own(name)
-        if config is None and self.bare and name in self.parts and name not in self.optional_parts:
-            config = self.defaults.get("absent_parts", {}).get(name, {})
+        config, defaults = self.own(name), self.defaults
+        is_bare = isinstance(self.config, Mapping) and self.config.keys() <= {"model_type"}
+        if config is None and is_bare and name in self.parts and name not in self.optional_parts:
+            config = defaults.get("absent_parts", {}).get(name, {})
         if config is None:
             return None
         if isinstance(config, Mapping):
-            config = {**self.defaults.get("part_defaults", {}).get(name, {}), **config}
-        model = _model_type(config)
-        model = OTHER_TYPES.get(model, model)
-        if not model or (isinstance(config, Mapping) and name in self.defaults.get("parts", {})):
+            config = {**defaults.get("part_defaults", {}).get(name, {}), **config}
+        model = read_field(config, "model_type")
+        model = ALIASES.get(model, model) if isinstance(model, str) else ""
+        if not model or (isinstance(config, Mapping) and name in defaults.get("parts", {})):
             model = self.parts.get(name, model)
         return Fields(f"{self.name}.{name}", config, model)
+
+    def layer_types(self) -> list[str]:
+        """Return the type of each layer from the config, or else the types in the defaults of its class, if any."""
+        types = self.get("layer_types")
+        if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
+            raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
+        return list(types or ())
 
     @overload
     def integer(self, *names: str, needed: Literal[True], minimum: int = 0) -> int: ...
@@ -704,14 +644,22 @@ class Fields:
         """Return the error for a missing nested config."""
         return self.missing(name, f"the config of {whose}, or {{}} for the defaults of its class")
 
-    def _spellings(self, name: str) -> list[str]:
-        others = self.defaults.get("names", {})
-        return [name, *(other for pair in others.items() if name in pair for other in pair if other != name)]
 
-    def _holds(self, name: str) -> bool:
-        return name in self.config if isinstance(self.config, Mapping) else hasattr(self.config, name)
-
-
-def _model_type(config: object) -> str:
-    model = read_field(config, "model_type")
-    return model if isinstance(model, str) else ""
+@cache
+def _of_class(model_type: str) -> Values:
+    """Return the attributes of Fields that the model type determines."""
+    defaults = class_defaults().get(model_type, {})
+    known = "rope_theta" in defaults
+    spellings: dict[str, tuple[str, ...]] = {}
+    for pair in defaults.get("names", {}).items():
+        for name, other in (pair, pair[::-1]):
+            spellings[name] = (*spellings.get(name, (name,)), other)
+    return {
+        "defaults": defaults,
+        "rotation": MODELS.get(model_type, UNLISTED).rotation if known else UNKNOWN,
+        "known": known,
+        "by_layer": any(isinstance(value, Mapping) for value in defaults.get("rope_parameters", {}).values()),
+        "parts": {**defaults.get("auto_parts", {}), **defaults.get("parts", {})},
+        "optional_parts": tuple(defaults.get("optional_parts", ())),
+        "spellings": spellings,
+    }

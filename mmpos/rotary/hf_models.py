@@ -1,21 +1,22 @@
-"""Rotations of the model types in Transformers 5.24: the parts that their configs do not specify."""
+"""The table of model types in Transformers 5.24: what their configs leave open, and the defaults of their classes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-T = TypeVar("T")
+from mmpos.schemes import get_scheme
 
 TRANSFORMERS = "5.24"
 """The version of Transformers whose model types are known."""
 
-
-def by_name(rows: Mapping[str, T]) -> Mapping[str, T]:
-    """Expand a table whose keys are space-separated names into one entry per name."""
-    return MappingProxyType({name: row for names, row in rows.items() for name in names.split()})
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Encoder:
             "columns": columns first; "in turn": alternately by columns and rows; "frames": blocks by frames, rows and
             columns, with the remaining channels unrotated; "halves": each half acts as a head, the first rotated by
             columns and the second by rows; "ladder": as in Pixtral.
-        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; None if no scheme produces the
+        order: patch order: "raster", or "merged" in blocks of spatial_merge_size; "" if no scheme produces the
             encoder's positions.
         first: id of the first row and column; if it is 1, a class token may have id 0.
         kv_heads: for "halves", number of kv heads if the config omits it.
@@ -35,7 +36,7 @@ class Encoder:
     """
 
     turns: Literal["rows", "columns", "in turn", "frames", "halves", "ladder"] = "rows"
-    order: Literal["raster", "merged"] | None = "raster"
+    order: Literal["raster", "merged", ""] = "merged"
     first: int = 0
     kv_heads: int | None = None
     note: str = ""
@@ -51,11 +52,11 @@ class RotationType:
         interleaved: whether M-RoPE is interleaved regardless of the config.
         partial: default of partial_rotary_factor; None means that rope_type "default" ignores the field and rotates all
             channels. All other rope types use the field.
-        factor_unread: whether the model's class ignores a partial_rotary_factor outside of rope_parameters.
         reads_rotary_dim: whether rotary_dim is read if there is no partial_rotary_factor.
         unscaled: whether rope_parameters is ignored.
         theta: the base if no config can change it.
-        old_names: whether the fields outside of rope_parameters are named rotary_emb_base and rotary_pct.
+        base_names: fields outside of rope_parameters with the base.
+        factor_names: fields outside of rope_parameters with the partial_rotary_factor.
         alpha: whether rope_type "dynamic" with an alpha is NTK scaling by alpha.
         head_dim_unread: whether head_dim is ignored, and a head has hidden_size / num_attention_heads channels.
         width: a field and a multiplier, whose product divided by num_attention_heads is the default of head_dim.
@@ -65,17 +66,19 @@ class RotationType:
         layer_bases: whether layer_rope_theta contains the base of each layer; a base of 0 means that the layer is not
             rotated.
         encoder: rotation of a vision encoder by rows and columns.
+        refused: why Rotary cannot describe the rotation.
+        unplaced: for a vision encoder, why no scheme produces its positions.
     """
 
     adjacent: bool = False
     section: tuple[int, int, int] | None = None
     interleaved: bool = False
     partial: float | None = None
-    factor_unread: bool = False
     reads_rotary_dim: bool = False
     unscaled: bool = False
     theta: float | None = None
-    old_names: bool = False
+    base_names: tuple[str, ...] = ("rope_theta",)
+    factor_names: tuple[str, ...] = ("partial_rotary_factor",)
     alpha: bool = False
     head_dim_unread: bool = False
     width: tuple[str, int] = ("hidden_size", 1)
@@ -84,155 +87,137 @@ class RotationType:
     scaled_layers: tuple[str, ...] = ("full_attention",)
     layer_bases: bool = False
     encoder: Encoder | None = None
+    refused: str = ""
+    unplaced: str = ""
 
 
-PLAIN = RotationType()
-"""Rotation of all model types without an entry: the halves of a whole head are paired, with the config's parameters."""
+@dataclass(frozen=True)
+class ModelType:
+    """Positions and rotation of a model type, and the arguments of its models.
+
+    Args:
+        scheme: name of the scheme in Transformers, or in the model's own code; "" if from_hf_config does not read it.
+        note: peculiarities of the model type, as text.
+        serving: name of the scheme in the serving engines; "" if it is the same as ``scheme``.
+        text: permitted types of the language model. If empty, the type that the model's class defines is permitted, or
+            any of TEXT_TYPES if the class defines none.
+        markers: config fields with the token ids before and after an image.
+        video_markers: config fields with the token ids around a video, if videos use the same placeholders as images.
+        timed: whether frames are placed by time in seconds, at vision_config.tokens_per_second.
+        frames_apart: whether every frame of a video is a separate grid.
+        merges_frames: whether vision_config.temporal_merge_size frames of a video become one.
+        row_markers: names of the token after each row except the last and of the token after the last row, if the
+            encoder is Pixtral's; such images have no markers around them.
+        opening: config field with the id of the token before an image, if an extra placeholder follows this token and
+            each row ends with a separate token.
+        row_separator: whether each row of an image or frame ends with an extra placeholder.
+        generates: whether the model generates images; the grids of generated images follow the grids in the prompt.
+        start: id of the first token in a document.
+        crop_markers: config fields with the ids of CropMarkers, if each image is split into a thumbnail and tiles; the
+            patches are then merged 4×4, or 2×2 if downsample_mode is "4x".
+        text_at_top: whether the earliest configs have the fields of text_config at the top level, next to
+            vision_config.
+        rotation: the rotation of its q and k, if the type is a language model or an encoder.
+        inputs: flags of `mmpos.data.ModelInputs` if its models separate the documents of a pack, or the reason for
+            refusing packs; None if that is not known.
+        refused: why from_hf_config refuses it.
+    """
+
+    scheme: str = ""
+    note: str = ""
+    serving: str = ""
+    text: frozenset[str] = field(default=frozenset(), repr=False)
+    markers: tuple[str, str] | None = None
+    video_markers: tuple[str, str] | None = None
+    timed: bool = False
+    frames_apart: bool = False
+    merges_frames: bool = False
+    row_markers: tuple[str, str] | None = None
+    opening: str | None = None
+    row_separator: bool = False
+    generates: bool = False
+    start: int = 0
+    crop_markers: tuple[str, ...] = ()
+    text_at_top: bool = False
+    rotation: RotationType = RotationType()
+    inputs: tuple[str, ...] | str | None = None
+    refused: str = ""
+
+    @property
+    def has_rope_index(self) -> bool:
+        """Whether the class in Transformers has ``get_rope_index``, as it does if the model has more than two axes."""
+        return get_scheme(self.scheme).axes > 2
 
 
-def _encoder(
-    turns: Literal["rows", "columns", "in turn", "frames", "halves", "ladder"] = "rows",
-    order: Literal["raster", "merged"] | None = "merged",
-    note: str = "",
-    first: int = 0,
-) -> RotationType:
-    return RotationType(encoder=Encoder(turns, order, first, note=note))
+UNLISTED = ModelType()
+"""Row of all other model types of Transformers: their code pairs the halves of whole heads."""
 
-
-_ADJACENT = RotationType(adjacent=True)
-_PARTIAL = RotationType(partial=1.0)
-_WINDOWS = "some layers attend within windows; the original patch order is restored after the last layer"
-_BOTH = ("full_attention", "sliding_attention")
-
-ROTATIONS: Mapping[str, RotationType] = by_name(
-    {
-        """
-            axk1 axk2 bailing_hybrid blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher cohere
-            cohere2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 ernie4_5 ernie4_5_moe glm_moe_dsa helium
-            llama4_text longcat_flash mistral4 openai_privacy_filter pe_audio_encoder pe_audio_video_encoder
-            pe_video_encoder youtu
-        """: _ADJACENT,
-        "glm glm4 glm4_moe_lite moonshine moonshine_streaming": RotationType(adjacent=True, partial=1.0),
-        """
-            glm4_moe glmasr_encoder laguna mellum minimax_m3_vl_text nemotron nemotron3_5_transcribe_asr_audio
-            nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio persimmon phi phi3 phi4_multimodal
-            qwen3_next recurrent_gemma sarvam_moe solar_open stablelm step3p5 zaya
-        """: _PARTIAL,
-        "bamba": RotationType(partial=1.0, factor_unread=True),
-        "mimo_v2_flash": RotationType(partial=0.334),
-        "minimax_m2": RotationType(partial=1.0, reads_rotary_dim=True),
-        "gpt_neox gpt_neox_japanese": RotationType(partial=1.0, old_names=True),
-        "codegen gptj": RotationType(adjacent=True, unscaled=True, theta=1e4, reads_rotary_dim=True),
-        "roformer": RotationType(adjacent=True, unscaled=True, theta=1e4),
-        "esm": RotationType(unscaled=True),
-        "zamba2": RotationType(width=("hidden_size", 2)),
-        "deepseek_ocr2_text unlimited_ocr_text": RotationType(head_dim_unread=True),
-        "dots3_note_audio_encoder": RotationType(head_dim_unread=True, partial=1.0),
-        "embedding_gemma2_text gemma4_text gemma4_unified_text": RotationType(full_head_dim=512),
-        "diffusion_gemma_text": RotationType(full_head_dim=512, partial=1.0),
-        "granite_swa granitemoe_swa": RotationType(layer_bases=True),
-        "gemma3_text gemma3n_text t5gemma2_decoder t5gemma2_text": RotationType(
-            layer_theta={"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
-        ),
-        "modernbert modernbert-decoder": RotationType(
-            layer_theta={"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"},
-            scaled_layers=_BOTH,
-        ),
-        "neomme": RotationType(partial=1.0, layer_theta=dict.fromkeys(_BOTH, "rope_theta"), scaled_layers=()),
-        "olmo3": RotationType(layer_theta={"full_attention": "rope_theta"}),
-        "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text": RotationType(alpha=True),
-        "paddleocr_vl_text qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text": RotationType(
-            section=(16, 24, 24)
-        ),
-        """
-            cohere_compass_text cosmos3_edge_text qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text
-            qwen3_vl_text
-        """: RotationType(section=(24, 20, 20), interleaved=True),
-        "qwen3_5_moe_text qwen3_5_text qwen4_exp_text": RotationType(
-            section=(11, 11, 10), interleaved=True, partial=1.0
-        ),
-        "hy_v4_vl_text": RotationType(section=(12, 10, 10), interleaved=True, adjacent=True),
-        "glm4v_text glm_ocr_text": RotationType(section=(8, 12, 12), adjacent=True, partial=1.0),
-        "glm4v_moe_text glm_image_text": RotationType(section=(8, 12, 12), partial=1.0),
-        "ernie4_5_vl_moe_text": RotationType(section=(22, 22, 20), adjacent=True),
-        """
-            cohere_compass_vision dots3_note_vision_encoder ernie4_5_vl_moe_vision glm4v_moe_vision glm4v_vision
-            glm5_next_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder
-            qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision
-        """: _encoder(),
-        "qwen2_vl_vision": RotationType(encoder=Encoder(order="merged"), width=("embed_dim", 1)),
-        "exaone4_5_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision": _encoder(note=_WINDOWS),
-        "lfm3_vl_vision": _encoder(note="convolution layers are not rotated"),
-        "paddleocr_vl_vision": _encoder(order="raster", note="patches are merged after the encoder"),
-        "mlcd_vision_model video_llama_3_vision": _encoder(order=None),
-        "minimax_m3_vl_vision": _encoder("frames"),
-        "pixtral": _encoder("ladder", "raster"),
-        "kimi_k25_vision": _encoder("in turn", "raster", "frames have absolute positions"),
-        "step3p5_vision": _encoder("columns", "raster", "in addition to learned absolute positions"),
-        "muse_glimmer_vision muse_spark_vision": _encoder("columns", "raster", _WINDOWS, first=1),
-        "sam3_vit_model": RotationType(adjacent=True, encoder=Encoder("columns", None)),
-        "inkling2_vision": RotationType(
-            adjacent=True,
-            encoder=Encoder("columns", "merged", 1, note="a class token precedes the patches of each image"),
-        ),
-        "llama4_vision_model": RotationType(
-            adjacent=True,
-            head_dim_unread=True,
-            encoder=Encoder("columns", first=1, note="tiles of image_size; a class token follows each tile's patches"),
-        ),
-        "gemma4_vision": RotationType(
-            encoder=Encoder(
-                "halves",
-                kv_heads=12,
-                note="view the halves of a head as heads, rotated by columns and by rows",
-            )
-        ),
-    }
+UNKNOWN = RotationType(
+    alpha=True,
+    reads_rotary_dim=True,
+    base_names=("rope_theta", "rotary_emb_base"),
+    factor_names=("partial_rotary_factor", "rotary_pct"),
 )
-"""Model types whose rotation differs from PLAIN."""
+"""Rotation of a model type that Transformers does not have: any field that a class may read is read."""
 
-ENCODERS: Mapping[str, Encoder] = MappingProxyType(
-    {name: row.encoder for name, row in sorted(ROTATIONS.items()) if row.encoder is not None and row.encoder.order}
-)
-"""Vision encoders whose positions are known."""
 
-_COORDINATES = "the positions are coordinates between -1 and 1 instead of patch indices"
-_EARLIER = "its attention to earlier frames rotates only part of the keys"
-_WHOLE_HEADS = "it rotates all heads as one, by rows and columns"
+def _record(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Create a record, with tuples instead of lists."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
-OTHER_ROTATIONS: Mapping[str, str] = by_name(
-    {
-        "clvp_encoder": "it also rotates values",
-        "dbrx": "Transformers does not read the base in its attn_config",
-        "deepseek_v4": "it rotates the last channels of a head instead of the first",
-        "dinov3_vit eomt_dinov3 sapiens2": _COORDINATES,
-        "dots3_note_text": "its layers use different pairings",
-        "edgetam_video sam2_video sam3_tracker_video": _EARLIER,
-        "efficientloftr": _WHOLE_HEADS,
-        "hunyuan_vl_text": "it rotates the two channels of a pair by different axes; mmpos.from_hf_config supports it",
-        "mistral_large4_text": "its frequencies are weights",
-        "nanochat": "it rotates in the opposite direction",
-    }
+
+def _rows() -> Iterator[tuple[str, ModelType]]:
+    for values in tomllib.loads(files(__package__).joinpath("hf_models.toml").read_text(encoding="utf-8"))["rows"]:
+        names, text, rotation = (
+            values.pop(name, none) for name, none in (("types", ""), ("text", ()), ("rotation", {}))
+        )
+        if "encoder" in rotation:
+            rotation["encoder"] = _record(Encoder, rotation["encoder"])
+        values |= {"text": frozenset(text), "rotation": _record(RotationType, rotation)}
+        for name in names.split():
+            yield name, _record(ModelType, values)
+
+
+MODELS: Mapping[str, ModelType] = MappingProxyType(dict(_rows()))
+"""All model types of which more is known than the defaults of their classes: the rows of hf_models.toml."""
+
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType({name: row for name, row in MODELS.items() if row.scheme})
+"""All model types that from_hf_config supports."""
+
+UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType({x: row.refused for x, row in MODELS.items() if row.refused})
+"""Model types that from_hf_config refuses, with the reason."""
+
+OTHER_ROTATIONS: Mapping[str, str] = MappingProxyType(
+    {name: row.rotation.refused for name, row in MODELS.items() if row.rotation.refused}
 )
 """Model types whose rotation is not supported, with the reasons."""
 
-UNSUPPORTED_ENCODERS: Mapping[str, str] = by_name(
-    {
-        "deepseek_ocr2_encoder": "its patches, and the queries after them, have text positions",
-        "dinov3_vit eomt_dinov3 sapiens2": _COORDINATES,
-        "edgetam_video sam2_video sam3_tracker_video": _EARLIER,
-        "efficientloftr": _WHOLE_HEADS,
-        "mlcd_vision_model": "the angles of its class token are weights",
-        "pe_video_encoder": "its frames have text positions",
-        "sam3_vit_model": "its layers have positions within windows or fractions of a window",
-        "video_llama_3_vision": "the number of merged patches is an input for each image",
-        "vjepa2": "the two channels of a pair have different frequencies",
-    }
+UNSUPPORTED_ENCODERS: Mapping[str, str] = MappingProxyType(
+    {name: row.rotation.unplaced for name, row in MODELS.items() if row.rotation.unplaced}
 )
 """Vision encoders whose positions no scheme produces, with the reasons."""
 
-TEXT_AT_TOP = ("hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
-"""Model types whose earliest configs have the fields of text_config at the top level, next to vision_config."""
+TEXT_TYPES = frozenset({"gemma3_text", "lfm3", *(name for name, row in MODELS.items() if row.note == "text only")})
+"""Language models with one id per token, from zero, used on their own or as parts of other models."""
 
-OTHER_TYPES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
+ENCODERS: Mapping[str, Encoder] = MappingProxyType(
+    {name: encoder for name in sorted(MODELS) if (encoder := MODELS[name].rotation.encoder) and encoder.order}
+)
+"""Vision encoders whose positions are known."""
+
+ALIASES: Mapping[str, str] = MappingProxyType({"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"})
 """Model types of nested configs in the earliest releases, mapped to the types that Transformers uses for them."""
+
+
+@cache
+def class_defaults() -> Mapping[str, Mapping[str, Any]]:
+    """Load the relevant defaults of the config classes in Transformers 5.24, by model type.
+
+    ``names`` contains alternative field names, ``parts`` the model types of nested configs, ``auto_parts`` the model
+    types of nested configs that do not state their model type, ``part_defaults`` the default field values of nested
+    configs, ``absent_parts`` the field values of nested configs that are absent, and ``optional_parts`` the nested
+    configs that are absent by default. Model types with a rotation have ``rope_theta``, which is null if their class
+    has no default. tests/helpers/hf_classes.py writes the file.
+    """
+    table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
+    return MappingProxyType(table)

@@ -25,8 +25,7 @@ import mmpos
 from mmpos.errors import MmposError
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary import Rotary, apply_rotary
-from mmpos.rotary.hf_config import class_defaults
-from mmpos.rotary.hf_models import OTHER_ROTATIONS, TEXT_AT_TOP
+from mmpos.rotary.hf_models import MODELS, OTHER_ROTATIONS, UNLISTED, class_defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # imports every Transformers model
 
@@ -449,7 +448,7 @@ def test_a_complete_config_gives_the_rotation_of_its_language_model(model: str) 
         assert ours({"model_type": model}, layer_type) == ours(CONFIGS[model](), layer_type)
         want = f"config.{part}: got none, want the config of the language model, or {{}} for the defaults of its class"
         without_part = {"model_type": model, "other": 1}
-        assert ours(without_part, layer_type) == (rotary if model in TEXT_AT_TOP else want)
+        assert ours(without_part, layer_type) == (rotary if MODELS.get(model, UNLISTED).text_at_top else want)
 
 
 def bare(full: dict[str, Any], typed: bool) -> dict[str, Any]:

@@ -27,12 +27,11 @@ from mmpos.integrations.hf.token_types import (
     shapes,
 )
 from mmpos.integrations.models.from_config import audio_chunk, from_hf_config, thinker
-from mmpos.integrations.models.model_types import MODEL_TYPES, ModelType
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES, DELTA, FIRST_SEGMENT, HEIGHT, NEXT_POSITION, OFFSET, WIDTH
 from mmpos.rotary.hf_config import Fields
-from mmpos.rotary.hf_models import TRANSFORMERS
+from mmpos.rotary.hf_models import MODEL_TYPES, TRANSFORMERS, ModelType
 from mmpos.rotary.memory import is_plain
 from mmpos.rotary.operators import define_operator
 from mmpos.schemes import MRopeTransformers, TMRope, TMRopeQwen3, XDRope

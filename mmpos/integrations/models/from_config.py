@@ -6,15 +6,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from os.path import isdir
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.models.image_file import ImageFile
-from mmpos.integrations.models.model_types import MODEL_TYPES, TEXT_TYPES, UNSUPPORTED_TYPES, ModelType
 from mmpos.integrations.models.settings import MERGES, ModelSettings
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import Fields, hf_arguments
-from mmpos.rotary.hf_models import ENCODERS, OTHER_TYPES, TRANSFORMERS
+from mmpos.rotary.hf_models import (
+    ALIASES,
+    ENCODERS,
+    MODEL_TYPES,
+    TEXT_TYPES,
+    TRANSFORMERS,
+    UNSUPPORTED_TYPES,
+    ModelType,
+)
 from mmpos.schemes import (
     Grid2D,
     MRopeQwen25,
@@ -30,7 +37,7 @@ from mmpos.segments.kinds import CLIP
 from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.support.checks import did_you_mean, integer, one_of
 
-__all__ = ["audio_chunk", "config_folder", "from_hf_config", "thinker", "vision_scheme"]
+__all__ = ["audio_chunk", "from_hf_config", "thinker", "vision_scheme"]
 
 
 def from_hf_config(
@@ -58,14 +65,18 @@ def from_hf_config(
             or not JSON; the message names the field or file.
     """
     one_of("engine", engine, ("transformers", "serving"))
-    whole, folder = Fields.of(config), config_folder(config)
-    known = _model_type(whole)
+    whole = Fields.of(config)
+    folder = None
+    if isinstance(config, str | PurePath):
+        folder = Path(config) if isdir(config) else Path(config).parent
+    known = MODEL_TYPES.get(whole.model_type) or _refuse(whole)
     fields = thinker(whole)
     vision = fields.part("vision_config")
     if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
         raise fields.missing_part("vision_config", "the encoder")
     rotary, second = _rotary(fields, known, layer_type)
-    _check_actions(whole, fields, rotary)
+    if (actions := whole.part("dit_config")) is not None:
+        _check_actions(actions, fields, rotary)
     scheme = _scheme(fields, known, engine, vision, rotary.axes)
     settings: dict[str, Any] = {"spatial_merge_size": fields.integer("spatial_merge_size", minimum=1) or 1}
     return ModelSettings(
@@ -87,13 +98,6 @@ def from_hf_config(
     )
 
 
-def config_folder(config: object) -> Path | None:
-    """Return the folder of a config given as the path of a folder or of a config.json; None for other configs."""
-    if not isinstance(config, str | PurePath):
-        return None
-    return Path(config) if isdir(config) else Path(config).parent
-
-
 def thinker(whole: Fields) -> Fields:
     """Return the part of a config with the language model and the encoders; for most models, this is all of it."""
     fields = whole
@@ -104,19 +108,18 @@ def thinker(whole: Fields) -> Fields:
     return fields
 
 
-def _model_type(fields: Fields) -> ModelType:
+def _refuse(fields: Fields) -> NoReturn:
+    """Raise the error for a model type that is missing, unknown or not supported."""
     model = fields.model_type
     if not model:
         raise fields.missing("model_type", "the name of a model type")
     if model in UNSUPPORTED_TYPES:
         raise UnsupportedError(f"config.model_type: got {model!r}, which is not supported: {UNSUPPORTED_TYPES[model]}")
-    if model not in MODEL_TYPES:
-        raise UnsupportedError(
-            f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a model type of Transformers "
-            f"{TRANSFORMERS} that docs/models-names.md lists; for any other model, write its rule as a scheme "
-            "(docs/schemes.md) and pass the scheme to mmpos.place"
-        )
-    return MODEL_TYPES[model]
+    raise UnsupportedError(
+        f"config.model_type: got {model!r}{did_you_mean(model, MODEL_TYPES)}, want a model type of Transformers "
+        f"{TRANSFORMERS} that docs/models-names.md lists; for any other model, write its rule as a scheme "
+        "(docs/schemes.md) and pass the scheme to mmpos.place"
+    )
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -140,17 +143,26 @@ def _scheme(
     return RopeTieV2(rounding="floor") if isinstance(scheme, RopeTieV2) else scheme
 
 
-def _check_actions(whole: Fields, fields: Fields, rotary: Rotary) -> None:
+def _check_actions(actions: Fields, fields: Fields, rotary: Rotary) -> None:
     """Raise UnsupportedError if the rotations of the action expert and the language model differ (pi0)."""
-    actions = whole.part("dit_config")
-    if actions is not None and Rotary(**{"axes": 1, **hf_arguments(actions)}) != rotary:
+    if Rotary(**{"axes": 1, **hf_arguments(actions)}) != rotary:
         raise UnsupportedError(
             f"{actions.name} must have the same rotation as {fields.name}, because it attends to the latter's keys"
         )
 
 
 def _placeholders(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields | None) -> Placeholders:
-    image, video = (_placeholder(fields, vision, name) for name in ("image", "video"))
+    tokens: dict[str, int | None] = {}
+    for kind in ("image", "video", "audio") if CLIP in scheme.kinds else ("image", "video"):
+        names = (f"{kind}_token_id", f"{kind}_token_index")
+        token = fields.integer(*names)
+        vocabulary = fields.own("vocabulary_map") if kind == "image" and token is None else None
+        if isinstance(vocabulary, Mapping) and "<image>" in vocabulary:  # Chameleon and Emu3
+            token = integer(f"{fields.name}.vocabulary_map.<image>", vocabulary["<image>"], minimum=0)
+        elif token is None and vision is not None and kind != "audio":
+            token = vision.integer(*names)
+        tokens[kind] = token
+    image, video, audio = (tokens.get(kind) for kind in ("image", "video", "audio"))
     if image is None and scheme.axes > 1:
         raise fields.missing("image_token_id", "an integer")
     crops = (
@@ -159,19 +171,10 @@ def _placeholders(fields: Fields, known: ModelType, scheme: Scheme, vision: Fiel
     return Placeholders(
         image,
         None if video == image and scheme.axes == 1 else video,
-        _placeholder(fields, None, "audio") if CLIP in scheme.kinds else None,
+        audio,
         (image, image) if known.row_separator and image is not None else None,
         crops,
     )
-
-
-def _placeholder(fields: Fields, vision: Fields | None, kind: str) -> int | None:
-    names = (f"{kind}_token_id", f"{kind}_token_index")
-    token = fields.integer(*names)
-    vocabulary = fields.own("vocabulary_map") if kind == "image" and token is None else None
-    if isinstance(vocabulary, Mapping) and "<image>" in vocabulary:  # Chameleon and Emu3
-        return integer(f"{fields.name}.vocabulary_map.<image>", vocabulary["<image>"], minimum=0)
-    return vision.integer(*names) if token is None and vision is not None else token
 
 
 def audio_chunk(fields: Fields) -> int:
@@ -185,10 +188,10 @@ def _rotary(fields: Fields, known: ModelType, layer_type: str | None) -> tuple[R
     """Read the rotation of the language model and, if it differs, the rotation of the second channels of pairs."""
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
-    inside = OTHER_TYPES.get(inside, inside)
+    inside = ALIASES.get(inside, inside) if isinstance(inside, str) else inside
     of_class = fields.defaults.get("parts", {}).get("text_config")
     allowed = known.text or ({of_class} if of_class else TEXT_TYPES)
-    if inside not in {None, fields.model_type, *allowed}:
+    if inside not in (None, fields.model_type, *allowed):
         got = f"{inside!r} in {fields.model_type!r}"
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(allowed)}")
     overrides: dict[str, Any] = {}
@@ -241,9 +244,10 @@ def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -
         settings["spatial_merge_size"] = side
     elif scheme.axes >= 3:
         raise vision.missing("spatial_merge_size", "an integer")
+    encoder, heads = ENCODERS.get(vision.model_type), vision.get("num_attention_heads")
     # A Rotary cannot describe heads whose halves rotate separately and share keys.
-    shared = vision.kv_heads_of_halves not in (None, vision.get("num_attention_heads"))
-    if vision.model_type in ENCODERS and not shared:
+    shared = encoder and encoder.kv_heads and (vision.own("num_key_value_heads") or encoder.kv_heads) != heads
+    if encoder and not shared:
         settings |= {"vision_scheme": vision_scheme(vision), "vision_rotary": Rotary(**hf_arguments(vision))}
     return settings
 
@@ -255,6 +259,6 @@ def vision_scheme(vision: Fields) -> Grid2D:
         InvalidInputError: the config has no spatial_merge_size, on which the order of patches depends.
     """
     encoder = ENCODERS[vision.model_type]
-    assert encoder.order is not None, "all of ENCODERS have an order"
+    assert encoder.order, "all of ENCODERS have an order"
     side = 1 if encoder.order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)
     return Grid2D(encoder.order, side, 3 if encoder.turns == "frames" else 2, encoder.first)

@@ -13,7 +13,6 @@ from fuzz import Verdict, Witness, fuzz, rounds
 from serving import serving
 from waiting import eventually, without_torch
 
-
 MEMORY = 400
 """MiB by which the server may grow: its caches and arenas still fill during the few seconds of the test."""
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -234,22 +233,6 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
 
 
-def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "IDLE_SECONDS", 0.2)
-    more = threading.Event()
-
-    def some() -> Iterable[pb.StreamPlaceRequest]:
-        yield from items("echo 1")
-        more.wait(60)
-
-    server = serve()
-    call = server.stream(some())
-    next(call)
-    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s; open a new stream")
-    more.set()
-    assert server.metric("refused_total", method="StreamPlace", reason="stopping") is None
-
-
 # The calls to oneself, and the log
 
 
@@ -285,31 +268,3 @@ def test_one_slow_call_to_oneself_is_no_lag() -> None:
     beat._began = -1e9  # a call that is still running
     assert beat.lag == 9.0
     beat.stop()
-
-
-def test_log_lines_are_json_and_only_internal_errors_have_tracebacks(serve: Serve) -> None:
-    logs, named = KeptLogs(), [("x-request-id", "me")]
-    server = serve(options={"logs": logs})
-    server.place(query("echo 1"), metadata=named)
-    refusal(lambda: server.place(query("fail bug"), metadata=named))
-    refusal(lambda: server.place(b"", metadata=named))
-    list(server.stream(items("echo 1"), metadata=named))
-    assert eventually(lambda: server.metric("streams") == 0)
-    time.sleep(0.1)  # a call is logged after its answer is sent
-    lines = logs.lines()
-    varying = ("timestamp", "milliseconds", "peer", "exception")
-    base = {"event": "call", "request_id": "me", "method": "Place", "client": "127.0.0.1"}
-    answered, failed = {"level": "info", "sampled": 1}, {"level": "warning", "reason": "", "response_bytes": 0}
-    assert [{key: value for key, value in line.items() if key not in varying} for line in lines] == [
-        {**base, **answered, "status": "OK", "request_bytes": 10, "response_bytes": 5}
-        | {"documents": 1, "tokens": 2, "images": 3},
-        {"event": "internal error", "request_id": "me", "method": "Place", "level": "error"},
-        {**base, **failed, "status": "INTERNAL", "request_bytes": 12}
-        | {"message": "internal error, request me", "profile": "fail bug"},
-        {**base, **failed, "status": "INVALID_ARGUMENT", "request_bytes": 0}
-        | {"message": "query: got none, want a PositionsQuery"},
-        {**base, **answered, "method": "StreamPlace", "status": "OK", "items": 1},
-    ]
-    assert ["exception" in line for line in lines] == [False, True, False, False, False]
-    assert "KeyError" in lines[1]["exception"]
-    assert lines[0]["peer"].startswith("ipv4:127.0.0.1:")

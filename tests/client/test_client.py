@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import json
 import os
 import pickle
 import re
@@ -29,8 +28,7 @@ import mmpos.rotary
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.client.calls import build, build_batch, settings
-from mmpos.client.channel import OpenChannel, channel_options
-from mmpos.client.options import Options
+from mmpos.client.channel import OpenChannel
 from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
@@ -174,28 +172,24 @@ def test_both_clients_have_the_same_methods_and_arguments() -> None:
 # Retries, deadlines and gRPC statuses
 
 
-def test_an_unavailable_server_is_retried_and_then_reported(kind: str) -> None:
-    handler, count = aborting(*[UNAVAILABLE] * 3)
-    with serving(Fake(handler)) as address, open_client(kind, address) as client:
-        assert_equal(client.place(SEGMENTS), place(SEGMENTS))
-    assert count == [4]
-    for attempts in (1, 2):
-        handler, count = aborting(*[UNAVAILABLE] * 9)
-        with serving(Fake(handler)) as address, open_client(kind, address, attempts=attempts) as client:
-            assert failure(client.place, SEGMENTS) == (ServiceUnavailableError, "gone")
-        assert count == [attempts]
-
-
 def pushback(milliseconds: int) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
     return grpc.StatusCode.RESOURCE_EXHAUSTED, "busy", (("grpc-retry-pushback-ms", str(milliseconds)),)
 
 
-@pytest.mark.parametrize("outcome", [(grpc.StatusCode.CANCELLED, "bye", ()), pushback(1)])
+@pytest.mark.parametrize("outcome", [UNAVAILABLE, (grpc.StatusCode.CANCELLED, "bye", ()), pushback(1)])
 def test_calls_refused_by_a_stopping_or_overloaded_server_are_sent_again(kind: str, outcome: Any) -> None:
-    handler, count = aborting(outcome)
+    handler, count = aborting(*[outcome] * 3)
     with serving(Fake(handler)) as address, open_client(kind, address) as client:
         assert_equal(client.place(SEGMENTS), place(SEGMENTS))
-    assert count == [2]
+    assert count == [4]
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_an_unavailable_server_is_reported_after_the_last_attempt(kind: str, attempts: int) -> None:
+    handler, count = aborting(*[UNAVAILABLE] * 9)
+    with serving(Fake(handler)) as address, open_client(kind, address, attempts=attempts) as client:
+        assert failure(client.place, SEGMENTS) == (ServiceUnavailableError, "gone")
+    assert count == [attempts]
 
 
 @pytest.mark.parametrize(
@@ -282,22 +276,6 @@ def test_calls_are_spread_over_healthy_servers() -> None:
         assert failure(lambda: unhealthy.place(SEGMENTS))[0] is ServiceUnavailableError
 
 
-def test_the_options_determine_retries_balancing_and_the_certificate_name() -> None:
-    def options(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        values = dict(channel_options(Options(*arguments)))
-        return values, json.loads(str(values["grpc.service_config"]))
-
-    several, config = options("dns:///a:1", None, 1, 3, Tls(), None)
-    streams, calls = config["methodConfig"]
-    assert {name["method"] for name in streams["name"]} == {"StreamPlace", "StreamBuild"}
-    assert ("retryPolicy" in streams, calls["retryPolicy"]["maxAttempts"]) == (False, 3)
-    assert config["healthCheckConfig"] == {"serviceName": ""}
-    one, config = options("a:1", None, 1, 1, Tls(server_name="b"), None)
-    assert ("loadBalancingConfig" in config, config["methodConfig"]) == (False, [])
-    assert one.keys() - several.keys() == {"grpc.ssl_target_name_override"}
-    assert one["grpc.ssl_target_name_override"] == "b"
-
-
 def test_a_large_call_is_retried_and_its_large_answer_is_received() -> None:
     many = SegmentTable.from_documents([[Text(1)] * 100_000])
     handler, count = aborting(UNAVAILABLE)
@@ -307,12 +285,15 @@ def test_a_large_call_is_retried_and_its_large_answer_is_received() -> None:
     assert_equal(table, place(many))
 
 
-def test_a_closed_client_reconnects_on_its_next_call(server: str) -> None:
+def test_threads_share_one_channel_and_a_closed_client_reconnects_on_its_next_call(server: str) -> None:
     client = Client(server)
-    for _ in range(2):
-        client.close()
-        assert_equal(client.place(SEGMENTS), place(SEGMENTS))
-        client.close()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(2):
+            client.close()
+            for table in pool.map(lambda _: client.place(SEGMENTS), range(40)):
+                assert_equal(table, place(SEGMENTS))
+            assert len(client._channels._open) == 1
+            client.close()
 
 
 def test_closing_a_client_cancels_its_calls(kind: str) -> None:
@@ -372,13 +353,6 @@ def test_an_async_client_works_in_successive_event_loops(server: str) -> None:
     asyncio.run(last())
     assert client._channels._open == {}
     gc.collect()
-
-
-def test_threads_share_one_channel(server: str) -> None:
-    with Client(server) as client, ThreadPoolExecutor(8) as pool:
-        for table in pool.map(lambda _: client.place(SEGMENTS), range(40)):
-            assert_equal(table, place(SEGMENTS))
-        assert len(client._channels._open) == 1
 
 
 # Processes

@@ -124,7 +124,7 @@ def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() ->
     assert f"ENV {tuned}\n" in (DEPLOY / "Dockerfile").read_text()
     assert lines_of("mmpos.service", "Environment") == [tuned]
     assert (CONTAINER["resources"]["limits"], memory) == ({"memory": "2560Mi"}, "2560M")
-    assert sum(written) + kept <= 2560e6
+    assert sum(written) + kept <= 2560 * MIB
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"])
     assert config.request_bytes == largest
     images = Profiles.from_config(config).default.builder.images

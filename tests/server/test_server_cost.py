@@ -160,6 +160,7 @@ def test_few_tokens_are_rotated_on_the_event_loop(call: Call, tokens: int, stage
 
 IMPORTS = """
 import sys
+import mmpos.client
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
 methods(Profiles.from_config(load()), Limits())

@@ -106,19 +106,6 @@ def test_requests_and_answers_beyond_their_limits_are_refused(serve: Serve, monk
 # Places
 
 
-def test_calls_beyond_a_limit_are_counted_and_refused_with_a_hint(serve: Serve) -> None:
-    server = serve()
-    server.server.arrivals.work.add("other", 64)
-    status, details, metadata = refusal(lambda: server.place(query("wait image")))
-    message = "waiting_calls: got 0 in use by this client and 64 by all, want at most 32 and 64"
-    assert (status, details) == ("RESOURCE_EXHAUSTED", message)
-    assert metadata["grpc-retry-pushback-ms"] == "1000"
-    assert server.place(query("echo 1")).positions.cu_seqlens == [1]  # a call that needs no thread
-    assert server.metric("refused_total", method="Place", reason="waiting_calls") == 1
-    server.server.arrivals.work.leave("other", 64)
-    assert eventually(lambda: not server.taken())
-
-
 @pytest.mark.parametrize("pool", ["", " work"])
 def test_every_call_in_a_burst_is_answered_and_keeps_no_other_connection_waiting(serve: Serve, pool: str) -> None:
     server = serve()
@@ -157,7 +144,6 @@ def test_an_expired_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool
     server.fake.stopped.clear()
     call = server.place.future(query(f"wait {pool}"))
     assert server.fake.begun.wait(60)
-    assert not server.fake.stopped.is_set()
     call.cancel()
     assert server.fake.stopped.wait(60)
     assert eventually(lambda: not server.taken())
@@ -227,6 +213,7 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
     message = "streams: got 1 in use by this client and 40 by all, want at most 20 and 40"
     assert (status, details) == ("RESOURCE_EXHAUSTED", message)
     assert metadata["grpc-retry-pushback-ms"] == "1000"
+    assert server.metric("refused_total", method="StreamPlace", reason="streams") == 1
     call.cancel()
     assert server.fake.stopped.wait(60)
     assert eventually(lambda: server.taken() == {"streams": 39} and server.metric("streams") == 0)

@@ -50,15 +50,6 @@ class Taken(Flatten):
     """A scheme with the name of another."""
 
 
-class Nameless(Plain):
-    name = 7
-
-
-class Unfinished(Scheme):
-    name = "unfinished"
-    axes = 1
-
-
 class NeedsWidth(Plain):
     name = "needs-width"
 
@@ -113,9 +104,7 @@ def test_workers_serve_a_scheme_of_the_users_own_like_any_other(start: Start, mo
     [
         ("served_schemes", "has no attribute ''"),
         ("nowhere:Own", "No module named 'nowhere'"),
-        ("served_schemes:Unfinished", "TypeError: Can't instantiate abstract class Unfinished"),
         ("served_schemes:NeedsWidth", "missing 1 required positional argument: 'width'"),
-        ("served_schemes:Nameless", "without name, want a Scheme with name and axes"),
         ("served_schemes:WIDE", ", an object with parameters, want its class"),
         ("pathlib:Path", ", which is PosixPath, want a Scheme"),
         ("served_schemes:Taken", "but the name 'flatten' is already taken"),

@@ -220,20 +220,14 @@ def test_a_stream_that_ends_while_its_source_waits_raises_at_once(kind: str, rea
         over.set()
 
 
-@pytest.mark.parametrize(
-    ("response", "message"),
-    [
-        (pb.StreamPlaceResponse(id=1), "answer: got id 1, want 0"),
-        (pb.StreamPlaceResponse(id=0), "answer: got neither a result nor an error"),
-    ],
-)
-def test_unexpected_answers_are_service_errors(kind: str, response: pb.StreamPlaceResponse, message: str) -> None:
+@pytest.mark.parametrize(("number", "got"), [(1, "id 1, want 0"), (0, "neither a result nor an error")])
+def test_unexpected_answers_are_service_errors(kind: str, number: int, got: str) -> None:
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         next(requests)
-        yield response
+        yield pb.StreamPlaceResponse(id=number)
 
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, message)
+        assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, f"answer: got {got}")
 
 
 def test_the_timeout_limits_the_wait_for_each_answer_but_not_for_the_source_or_the_caller(kind: str) -> None:

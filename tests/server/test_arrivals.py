@@ -251,7 +251,7 @@ STOPS = "ServiceUnavailableError: the server is about to stop: send unanswered i
     ],
 )
 def test_a_stream_may_be_idle_after_its_first_item_until_the_server_stops(
-    options: dict[str, bool], draining: bool, seconds: float, error: str
+    options: dict[str, Any], draining: bool, seconds: float, error: str
 ) -> None:
     async def scenario() -> None:
         arrivals = Arrivals(1.0)

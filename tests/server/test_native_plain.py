@@ -21,7 +21,7 @@ from mmpos.client import Decode, Dense, InputIds, PositionsQuery
 from mmpos.positions.plan import forget_plans
 from mmpos.rpc.positions import put_query
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
+from mmpos.schemes import MRopeQwen25, RopeTieV2
 from mmpos.segments.kinds import Audio, Segment
 from mmpos.segments.placeholders import Placeholders
 from mmpos.support import native
@@ -309,12 +309,6 @@ def test_shapes_and_settings_are_cached_and_evicted() -> None:
         assert plain.answer(query([[Text(1)]], scheme=MRopeQwen25(tokens_per_second=stride))) is not None
         assert len(plain._known) <= 64
     assert plain.answer(new) is None  # its plan was evicted
-    PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(3, 7), Text(1)]])).run()
-    assert plain.answer(new) is not None
-    forget_plans()
-    PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(5, 9), Text(1)]])).run()  # in a new plan
-    assert plain.answer(query([[Text(1), Grid(5, 9), Text(1)]])) is not None
-    assert plain.answer(query(scheme=RopeTie(), profile="nobody")) is None
 
 
 def test_without_the_extension_no_query_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:

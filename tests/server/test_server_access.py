@@ -15,15 +15,14 @@ from typing import Any
 import grpc
 import pytest
 from certificates import make_certificate
-from google.protobuf import descriptor_pb2
 from grpc_calls import Unary, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serving import CHECK, PLACE, STREAM, WATCH, KeptLogs
+from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, KeptLogs
 from waiting import eventually
 
 from mmpos.client import Client, Tls
 from mmpos.errors import InvalidInputError
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos_server.access import Certificates, TlsFiles, TokenFile
 from mmpos_server.app import Server
 from mmpos_server.config import load
@@ -141,26 +140,12 @@ def test_a_call_is_answered_only_with_exactly_one_known_token(file: Path) -> Non
         assert ask(b"", metadata=bearer(ALICE)) == ask(b"", metadata=[("authorization", f"bearer {BOB}")])
 
 
-def reflected(channel: Any) -> Iterator[str]:
-    """Yield the paths of all methods that a server lists through reflection."""
-    ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-
-    def reflect(**question: str) -> Any:
-        (answer,) = ask(iter([reflection_pb2.ServerReflectionRequest(**question)]), metadata=bearer(ALICE))
-        return answer
-
-    for listed in reflect(list_services="").list_services_response.service:
-        raw = reflect(file_containing_symbol=listed.name).file_descriptor_response.file_descriptor_proto
-        for file in map(descriptor_pb2.FileDescriptorProto.FromString, raw):
-            for service in file.service:
-                for method in service.method:
-                    yield f"/{file.package}.{service.name}/{method.name}"
-
-
 def test_every_method_except_health_requires_a_token(file: Path) -> None:
-    with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
-        paths = set(reflected(channel))
-        assert {PLACE, STREAM, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"} <= paths
+    files = (module.DESCRIPTOR for module in (info_pb2, positions_pb2, rotary_pb2, sequences_pb2, health_pb2))
+    services = [service for one in files for service in one.services_by_name.values()]
+    paths = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    paths |= {REFLECTION, REFLECTION.replace("v1alpha", "v1")}
+    with running(listen=Listen(token_file=file), rotations=True) as address, connected(address) as channel:
         for path in sorted(paths - {CHECK, WATCH} | {"/mmpos.rpc.v1.PositionService/None", "/x/y"}):
             assert refusal(channel.unary_unary(path), b"", timeout=60) == UNAUTHENTICATED, path
             opened = channel.stream_stream(path)(iter([b""]), timeout=60)

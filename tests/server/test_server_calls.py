@@ -117,9 +117,13 @@ def test_every_call_in_a_burst_is_answered_and_keeps_no_other_connection_waiting
     assert [call.code().name for call in calls] == ["OK"] * 30
 
 
-def test_a_build_that_arrives_waits_for_its_place(serve: Serve) -> None:
+def test_a_large_request_needs_a_place_for_which_a_build_waits(serve: Serve) -> None:
     server = serve(options={"methods": None})
     server.server.arrivals.messages.add("other", 16)
+    large = pb.PlaceRequest(query=pb.PositionsQuery(start_per_document=[1] * 2**18)).SerializeToString()
+    assert refusal(lambda: server.place(large))[1].startswith(
+        "large_messages: got 0 in use by this client and 16 by all"
+    )
     build = unary(server.channel, "/mmpos.rpc.v1.SequenceService/Build").future(b"", timeout=60)
     assert eventually(lambda: server.server.arrivals.messages.wanted)
     server.server.arrivals.messages.leave("other")

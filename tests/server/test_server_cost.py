@@ -53,17 +53,12 @@ FRAMES = SegmentTable.from_documents([[Text(1), Grid(2, 2, frames=5), Text(1)]])
 
 ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
     "texts": (PositionsQuery(TEXT), 3),
-    "each frame": (PositionsQuery(FRAMES), 7),
     "images among text": (PositionsQuery(IMAGES), 501),
     "frames of spans": (PositionsQuery(Spans([100], [1], [[9, 1, 2]])), 19),
     "token ids": (PositionsQuery(InputIds([[1, 2, 3]] * 4, None, [[1, 1, 1]], [[3, 1, 1]])), 12),
-    "packed token ids": (PositionsQuery(InputIds([1, 2, 3], cu_seqlens=[0, 1, 2, 3])), 4),
-    "disjoint ranges": (PositionsQuery(IMAGES, views=[Take([0, 10], [10, 20])]), 501 + 503),
     "overlapping ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), 501 + 251_000),
     "chained views": (PositionsQuery(IMAGES, views=[OVERLAPPING, Pad()]), 501 + 251_000 + 251_001),
-    "a window of each document": (PositionsQuery(TEXT, views=[Window([0, 1, 2], [0, 0, 0], [4, 4, 4])]), 3 + 9),
     "windows of one document": (PositionsQuery(TEXT, views=[Window([0] * 4, [0] * 4, [4] * 4)]), 3 + 20),
-    "no windows": (PositionsQuery(TEXT, views=[Window([], [], [])]), 3),
     "decoded tokens": (PositionsQuery(TEXT, views=[Decode(5)]), 3 + 6),
     "a shard": (PositionsQuery(TEXT, views=[Shard(0, 2)]), 3 + 15),
 }

@@ -8,17 +8,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-
 from chat_tokenizer import QWENS, chat_tokenizer
 from qwen_processors import NAMES
+from server_program import Start
 
+from mmpos.__main__ import main
+from mmpos.client import Client, InputIds
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
 from mmpos.schemes import RopeTie
+from mmpos.segments import Grid, Placeholders, SegmentTable, Text
 from mmpos.sequence.builder import MarkerIds, Markers
-from mmpos_server.config import Profile, Profiles, load
+from mmpos_server.config import Profile, Profiles, ServerConfig, load
+from mmpos_server.testing import running
 
 PAGE = Path(__file__).parents[2] / "docs" / "service-operation.md"
 CONFIG = {
@@ -111,3 +113,119 @@ def test_an_error_names_the_unusable_file(folder: Path, path: str, content: str 
     with pytest.raises(InvalidInputError) as raised:
         profile(folder, '[profiles.a]\nmodel = "model"\n')
     assert str(raised.value).startswith(f"{folder}/mmpos.toml: profiles.a.{message.format(model=folder / 'model')}")
+
+
+# Schemes of the user's own
+
+MODULE = '''
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmpos.schemes import Flatten, Placement, Scheme
+
+
+@dataclass(frozen=True)
+class DiagonalTie(Scheme):
+    """Rows and columns that move down and to the right by the step."""
+
+    name = "diagonal-tie"
+    axes = 2
+    step: int = 1
+
+    def advance(self, grids):
+        return self.step * (grids.height + grids.width)
+
+    def place(self, grids, cursor):
+        return Placement([cursor, cursor], step_row=[self.step, self.step], step_col=[0, self.step])
+
+
+class Plain(DiagonalTie):
+    """The same ids, from the plan that C applies."""
+
+    name = "plain-tie"
+    linear_in = ("cursor",)
+
+
+class Taken(Flatten):
+    """A scheme with the name of another."""
+
+
+class NeedsWidth(Plain):
+    name = "needs-width"
+
+    def __init__(self, width):
+        pass
+
+
+WIDE = DiagonalTie(step=2)
+'''
+SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
+IDS = [[0, 1, 2, 3, 3, 3, 4, 4, 4, 8, 9], [0, 1, 2, 3, 4, 5, 4, 5, 6, 8, 9]]
+SETTINGS = """
+schemes = ["served_schemes:DiagonalTie", "served_schemes:Plain"]
+[profiles.default]
+[profiles.wide]
+scheme = { name = "diagonal-tie", step = 2 }
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the user's module, and return its folder."""
+    (tmp_path / "served_schemes.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_workers_serve_a_scheme_of_the_users_own_like_any_other(start: Start, module: Path) -> None:
+    (module / "mmpos.toml").write_text(SETTINGS)
+    server = start("--config", str(module / "mmpos.toml"), "--workers", "2")
+    with Client(server.address, timeout=60) as client:
+        for scheme in ("diagonal-tie", "plain-tie"):
+            placed = client.place(SEGMENTS, scheme)
+            assert (placed.dense().tolist(), placed.scheme, placed.next_positions.tolist()) == (IDS, scheme, [10])
+        ids = InputIds([1, 1, 1, *[5] * 6, 1, 1], Placeholders(image=5), [[1, 2, 3]])
+        assert client.place(ids, "diagonal-tie").dense().tolist() == IDS
+        assert client.build(["abc", Grid(2, 3), "d"], scheme="diagonal-tie").positions.dense().tolist() == [
+            [0, 1, 2, 3, 4, 4, 4, 5, 5, 5, 9, 10],
+            [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 9, 10],
+        ]
+        assert client.place(SEGMENTS).scheme == "rope-tie"
+        wide = client.with_options(profile="wide").place(SEGMENTS)
+        assert wide.dense().tolist() == [[0, 1, 2, 3, 3, 3, 5, 5, 5, 13, 14], [0, 1, 2, 3, 5, 7, 5, 7, 9, 13, 14]]
+        known = {scheme.name: scheme for scheme in client.info().schemes}
+        assert (known["plain-tie"].axes, [*known["plain-tie"].parameters]) == (2, [])
+        with pytest.raises(InvalidInputError, match=r"^scheme: got 'mine', want .* omnigen2, diagonal-tie, plain-tie$"):
+            client.place(SEGMENTS, "mine")
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("served_schemes", "has no attribute ''"),
+        ("nowhere:Own", "No module named 'nowhere'"),
+        ("served_schemes:NeedsWidth", "missing 1 required positional argument: 'width'"),
+        ("served_schemes:WIDE", ", an object with parameters, want its class"),
+        ("pathlib:Path", ", which is PosixPath, want a Scheme"),
+        ("served_schemes:Taken", "but the name 'flatten' is already taken"),
+    ],
+)
+def test_a_scheme_that_cannot_be_served_is_refused_by_name(module: Path, path: str, problem: str) -> None:
+    config = ServerConfig.read(f'schemes = ["served_schemes:Plain", "{path}"]', module / "mmpos.toml")
+    with pytest.raises(InvalidInputError) as raised:
+        Profiles.from_config(config)
+    message = str(raised.value)
+    assert re.match(re.escape(f"{module / 'mmpos.toml'}: schemes[1]: got '{path}'"), message)
+    assert problem in message
+
+
+def test_the_command_line_names_a_scheme_of_its_server_and_no_other_server_knows_it(
+    module: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "remote", "positions", "3,2x3,2", "--json", "--scheme", "plain-tie", "--server"
+    with running(ServerConfig.read(SETTINGS, module / "mmpos.toml")) as own, running() as other:
+        assert main([*command, own]) == 0
+        assert json.loads(capsys.readouterr().out)["position_ids"] == IDS
+        assert main([*command, other]) == 2
+        assert "scheme: got 'plain-tie', want" in capsys.readouterr().err

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -248,6 +250,27 @@ def test_a_server_that_does_not_answer_its_own_calls_has_failed(serve: Serve, mo
     monkeypatch.setattr(pulse, "_CHECK", "/nothing")
     monkeypatch.setattr(pulse, "_TIMEOUT_SECONDS", 0.0)
     assert reasons.get(timeout=60) == "3 calls to itself failed, the last with DEADLINE_EXCEEDED"
+
+
+def test_only_failures_in_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FailedError(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+    outcomes, calls, failed = iter("ff.ff.fff"), list[str](), SimpleQueue[int]()
+
+    def check(request: bytes, timeout: float) -> None:
+        calls.append(next(outcomes, "."))
+        if calls[-1] == "f":
+            raise FailedError
+
+    channel = SimpleNamespace(unary_unary=lambda path: check)
+    monkeypatch.setattr(grpc, "insecure_channel", lambda target: nullcontext(channel))
+    monkeypatch.setattr(pulse, "_PERIOD_SECONDS", 0.001)
+    beat = pulse.Pulse(lambda reason: failed.put(len(calls)))
+    beat.start(str)
+    assert failed.get(timeout=60) == 9
+    beat.stop()
 
 
 def test_one_slow_call_to_oneself_is_no_lag() -> None:

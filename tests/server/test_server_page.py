@@ -6,6 +6,7 @@ import http.client
 import socket
 import threading
 from contextlib import AbstractContextManager, ExitStack, closing
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -92,10 +93,12 @@ def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_the_page_of_a_server_has_its_own_address_and_is_not_ready_while_the_server_stops(
-    start: Start, workers: str
+    start: Start, workers: str, tmp_path: Path
 ) -> None:
-    port, host = free_port(), "127.0.0.2"
-    server = start("--metrics", f"{host}:{port}", "--workers", workers)
+    port, host, tokens = free_port(), "127.0.0.2", tmp_path / "tokens"
+    tokens.write_text("alice alice-alice-alice-1\n")
+    tokens.chmod(0o644)
+    server = start("--metrics", f"{host}:{port}", "--workers", workers, "--token-file", str(tokens))
     assert [status(port, path, host) for path in ("/readyz", "/livez")] == [200, 200]
     with pytest.raises(ConnectionRefusedError):
         status(port, "/livez")
@@ -111,4 +114,6 @@ def test_the_page_of_a_server_has_its_own_address_and_is_not_ready_while_the_ser
     server.process.terminate()
     assert eventually(stopped)
     assert 503 in seen
-    assert server.end()[0] == 0
+    code, lines = server.end()
+    assert code == 0
+    assert [line["file"] for line in lines if line["level"] == "warning"] == [str(tokens)]  # once for all workers

@@ -117,7 +117,7 @@ def test_with_options_reuses_the_channel_and_checks_its_arguments() -> None:
 def test_parts_after_a_refused_part_are_not_sent() -> None:
     documents: list[list[Any]] = [["b", 3.5, b"x" * 1000], [3.5, b"x" * 1000], ["a"]]
     query = settings(None, None, 0, True)
-    sizes = [len(build_batch(query, documents, errors).data) for errors in ("raise", "return")]  # type: ignore[arg-type]
+    sizes = [len(build_batch(query, documents, errors).data) for errors in ("raise", "return")]
     assert sizes[0] < sizes[1] < 100  # no document follows the one whose error is raised
     with pytest.raises(InvalidInputError, match=r"^parts\[0\]: image: got float"):  # before the call
         build(query, documents[1])

@@ -149,7 +149,9 @@ def query(documents: list[list[Segment]] = BATCH, profile: str | None = None, **
     return request.SerializeToString()
 
 
-FRAMES, TOUCHING, UNEVEN = [Grid(2, 2, frames=3)], [Grid(2, 2), Grid(2, 2)], [[Text(1), Grid(3, 5), Text(1)]]
+FRAMES: list[Segment] = [Grid(2, 2, frames=3)]
+TOUCHING: list[Segment] = [Grid(2, 2), Grid(2, 2)]
+UNEVEN: list[list[Segment]] = [[Text(1), Grid(3, 5), Text(1)]]
 FRACTIONAL = "rope-tie-fractional"
 PLAIN: dict[str, bytes] = {
     "the default scheme": query(),

@@ -195,6 +195,17 @@ def test_a_stream_reads_few_items_ahead(serve: Serve) -> None:
     assert [answer.id for answer in call] == list(range(20))
 
 
+def test_a_stream_reads_no_item_while_unread_answers_leave_no_room(serve: Serve) -> None:
+    server = serve()
+    server.server.arrivals.unread.add("other", arrivals.UNREAD_BYTES)
+    call = server.stream(items("echo 1"))
+    assert eventually(lambda: server.metric("streams") == 1)
+    time.sleep(0.2)
+    assert server.fake.names == []
+    server.server.arrivals.unread.leave("other", arrivals.UNREAD_BYTES)
+    assert [answer.id for answer in call] == [0]
+
+
 def test_an_unread_stream_holds_few_answers_and_frees_its_place_when_cancelled(serve: Serve) -> None:
     server = serve()
     for cancelled in (True, False):

@@ -55,7 +55,10 @@ ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
     "texts": (PositionsQuery(TEXT), 3),
     "images among text": (PositionsQuery(IMAGES), 501),
     "frames of spans": (PositionsQuery(Spans([100], [1], [[9, 1, 2]])), 19),
-    "token ids": (PositionsQuery(InputIds([[1, 2, 3]] * 4, None, [[1, 1, 1]], [[3, 1, 1]])), 12),
+    "token ids": (
+        PositionsQuery(InputIds([[1, 2, 3]] * 4, image_grid_thw=[[1, 1, 1]], video_grid_thw=[[3, 1, 1]])),
+        12,
+    ),
     "overlapping ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), 501 + 251_000),
     "chained views": (PositionsQuery(IMAGES, views=[OVERLAPPING, Pad()]), 501 + 251_000 + 251_001),
     "windows of one document": (PositionsQuery(TEXT, views=[Window([0] * 4, [0] * 4, [4] * 4)]), 3 + 20),

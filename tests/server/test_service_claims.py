@@ -86,7 +86,7 @@ def cos_sin(tokens: int = 0, **rotary: Any) -> Any:
     """Ask for the tables of two tokens, or of a text of this many."""
     columns, ends = ([0, 0, 1, INT32, 1, 0, 0, 0, 1, 0, 0, 0, 1], [0, 0, tokens, 0])
     rows, documents = (np.array(numbers, "<i8").tobytes() for numbers in (columns, ends))
-    text = {"table": table_pb2.PositionTable(table=rows, documents=documents, num_tokens=tokens, axes=2)}
+    text: Any = {"table": table_pb2.PositionTable(table=rows, documents=documents, num_tokens=tokens, axes=2)}
     settings = rotary_pb2.RotarySettings(rotary=rotary_pb2.Rotary(**rotary))
     positions: Any = rotary_pb2.RotaryPositions(**text) if tokens else {"ids": tensor([[0], [0]])}
     return rotary_pb2.CosSinRequest(positions=positions, rotary=settings)

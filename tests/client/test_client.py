@@ -148,16 +148,6 @@ def test_rotations_that_a_service_cannot_compute_are_refused(server: str) -> Non
         assert failure(client.cos_sin, rotary, positions, "x") == failure(mmpos.rotary.cos_sin, rotary, positions, "x")
 
 
-def test_a_server_reports_its_info_and_health(kind: str, server: str) -> None:
-    with open_client(kind, server) as client:
-        info = client.info()
-        assert client.healthy() is True
-    profile = info.profiles[0]
-    assert (profile.name, profile.rotary, profile.placeholders.image) == ("default", True, 258)
-    assert {s.name: [*s.parameters] for s in info.schemes}["rope-tie-v2"] == ["axes", "rounding"]
-    assert info.limits.documents > 0
-
-
 def test_both_clients_have_the_same_methods_and_arguments() -> None:
     names = [name for name in dir(Client) if not name.startswith("_")]
     assert names == [name for name in dir(AsyncClient) if not name.startswith("_")]

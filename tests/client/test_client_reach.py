@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from server_program import Start, metrics_of
 from waiting import eventually, free_port
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
+from mmpos.client import Client, PositionsQuery, Tls
 from mmpos.errors import MmposError, ServiceUnavailableError
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen
@@ -31,30 +28,16 @@ GAP = 2.5
 """Seconds between the end of one server and the start of the next: longer than all attempts of one call take."""
 
 
-def calls(address: str, done: threading.Event) -> Iterator[None]:
-    with Client(address, timeout=120) as client:
-        while not done.is_set():
-            client.place(SEGMENTS)
-            yield
-
-
-def awaited(address: str, done: threading.Event) -> Iterator[None]:
-    with asyncio.Runner() as runner:
-        client = AsyncClient(address, timeout=120)
-        while not done.is_set():
-            runner.run(client.place(SEGMENTS))
-            yield
-        runner.run(client.close())
-
-
 def test_restarting_a_single_server_loses_no_call() -> None:
     listen, done, failed = Listen(port=free_port()), threading.Event(), []
-    address, answered = f"127.0.0.1:{listen.port}", dict.fromkeys((calls, awaited), 0)
+    address, answered = f"127.0.0.1:{listen.port}", {"sync": 0, "async": 0}
 
-    def load(kind: Any) -> None:
+    def load(kind: str) -> None:
         try:
-            for _ in kind(address, done):
-                answered[kind] += 1
+            with open_client(kind, address, timeout=120) as client:
+                while not done.is_set():
+                    client.place(SEGMENTS)
+                    answered[kind] += 1
         except MmposError as error:
             failed.append((kind, error))
 

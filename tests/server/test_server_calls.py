@@ -237,7 +237,18 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
 
 
-# The calls to oneself, and the log
+def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "IDLE_SECONDS", 0.2)
+    more = threading.Event()
+    call = serve().stream(
+        item for wait in (False, True) for item in ([] if wait and more.wait(60) else items("echo 1"))
+    )
+    next(call)
+    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s; open a new stream")
+    more.set()
+
+
+# The calls to oneself
 
 
 def test_a_failed_check_stops_no_later_one(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from chat_tokenizer import QWENS, chat_tokenizer
 from qwen_processors import NAMES
 from server_program import Start
 
-from mmpos.__main__ import main
 from mmpos.client import Client, InputIds
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
@@ -20,7 +19,6 @@ from mmpos.schemes import RopeTie
 from mmpos.segments import Grid, Placeholders, SegmentTable, Text
 from mmpos.sequence.builder import MarkerIds, Markers
 from mmpos_server.config import Profile, Profiles, ServerConfig, load
-from mmpos_server.testing import running
 
 PAGE = Path(__file__).parents[2] / "docs" / "service-operation.md"
 CONFIG = {
@@ -218,14 +216,3 @@ def test_a_scheme_that_cannot_be_served_is_refused_by_name(module: Path, path: s
     message = str(raised.value)
     assert re.match(re.escape(f"{module / 'mmpos.toml'}: schemes[1]: got '{path}'"), message)
     assert problem in message
-
-
-def test_the_command_line_names_a_scheme_of_its_server_and_no_other_server_knows_it(
-    module: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = "remote", "positions", "3,2x3,2", "--json", "--scheme", "plain-tie", "--server"
-    with running(ServerConfig.read(SETTINGS, module / "mmpos.toml")) as own, running() as other:
-        assert main([*command, own]) == 0
-        assert json.loads(capsys.readouterr().out)["position_ids"] == IDS
-        assert main([*command, other]) == 2
-        assert "scheme: got 'plain-tie', want" in capsys.readouterr().err

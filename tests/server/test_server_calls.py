@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -240,9 +241,12 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
 def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "IDLE_SECONDS", 0.2)
     more = threading.Event()
-    call = serve().stream(
-        item for wait in (False, True) for item in ([] if wait and more.wait(60) else items("echo 1"))
-    )
+
+    def one() -> Iterator[pb.StreamPlaceRequest]:
+        yield from items("echo 1")
+        more.wait(60)
+
+    call = serve().stream(one())
     next(call)
     assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s; open a new stream")
     more.set()

@@ -273,8 +273,8 @@ def test_a_server_that_does_not_answer_its_own_calls_has_failed(serve: Serve, mo
     reasons = SimpleQueue[str]()
     server = serve(options={"failed": reasons.put})
     assert eventually(lambda: 0.0 < server.server._pulse.lag < 60.0)
-    monkeypatch.setattr(pulse, "_CHECK", "/nothing")
-    monkeypatch.setattr(pulse, "_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(server.server.health, "check", lambda raw: time.sleep(0.2))  # the loop is busy
+    monkeypatch.setattr(pulse, "_TIMEOUT_SECONDS", 0.02)
     assert reasons.get(timeout=60) == "3 calls to itself failed, the last with DEADLINE_EXCEEDED"
 
 

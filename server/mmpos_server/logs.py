@@ -87,6 +87,8 @@ class Logs(QueueHandler):
         undecoded = record.exc_info is not None and record.exc_info[0] is UnicodeDecodeError
         if undecoded or str(record.msg).startswith("Invalid encoding on"):
             self.seldom("a path or metadata is not UTF-8")
+        elif str(record.msg).startswith("ExecuteBatchError raised in core"):
+            self.seldom("an answer could not be sent to a client that has gone")
         else:
             super().emit(record)
 

@@ -94,7 +94,12 @@ class StreamEndpoint:
                 raw = await arrivals.message(context, stream.client, item=True, first=number == 1)
                 call = Call(stream.client, arrivals, self._shared.threads, item=True)
                 answer = self._item(raw, call, f"{request_id}.{number}")
-                await answers.put(asyncio.create_task(answer) if self._twin.side_by_side else await answer)
+                if self._twin.side_by_side:
+                    task = asyncio.create_task(answer)
+                    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may await it
+                    await answers.put(task)
+                else:
+                    await answers.put(await answer)
         except StreamEndedError:
             await answers.put(None)
         except Exception as error:

@@ -1,22 +1,22 @@
-"""Test unreachable servers: clients wait for a server that restarts, and report why they cannot reach any other."""
+"""Test unreachable, restarted and killed servers: clients wait for them, or report why they cannot reach them."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 from certificates import make_certificate
 from clients import open_client
-from waiting import free_port
+from server_program import Start, metrics_of
+from waiting import eventually, free_port
 
-from mmpos import SegmentTable, Text
-from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos.client import Client, PositionsQuery, Tls
 from mmpos.errors import MmposError, ServiceUnavailableError
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen
@@ -28,30 +28,16 @@ GAP = 2.5
 """Seconds between the end of one server and the start of the next: longer than all attempts of one call take."""
 
 
-def calls(address: str, done: threading.Event) -> Iterator[None]:
-    with Client(address, timeout=120) as client:
-        while not done.is_set():
-            client.place(SEGMENTS)
-            yield
-
-
-def awaited(address: str, done: threading.Event) -> Iterator[None]:
-    with asyncio.Runner() as runner:
-        client = AsyncClient(address, timeout=120)
-        while not done.is_set():
-            runner.run(client.place(SEGMENTS))
-            yield
-        runner.run(client.close())
-
-
 def test_restarting_a_single_server_loses_no_call() -> None:
     listen, done, failed = Listen(port=free_port()), threading.Event(), []
-    address, answered = f"127.0.0.1:{listen.port}", dict.fromkeys((calls, awaited), 0)
+    address, answered = f"127.0.0.1:{listen.port}", {"sync": 0, "async": 0}
 
-    def load(kind: Any) -> None:
+    def load(kind: str) -> None:
         try:
-            for _ in kind(address, done):
-                answered[kind] += 1
+            with open_client(kind, address, timeout=120) as client:
+                while not done.is_set():
+                    client.place(SEGMENTS)
+                    answered[kind] += 1
         except MmposError as error:
             failed.append((kind, error))
 
@@ -134,3 +120,52 @@ def test_a_client_without_a_server_says_how_to_start_one(kind: str, address: str
     with open_client(kind, address, timeout=600) as client, pytest.raises(ServiceUnavailableError) as raised:
         client.place(SEGMENTS)
     assert str(raised.value) == f"{address}: got {reason}{WANT}"
+
+
+# Several servers
+
+
+CALLS, BATCH = 1000, SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]])
+
+
+def numbers(positions: list[PositionTable], first: int) -> list[int]:
+    """Return the number of the query behind each answer: the ids of query ``n`` start at ``first + n``."""
+    return [int(table.dense()[0, 0]) - first for table in positions]
+
+
+KILLED = threading.Event()
+"""Set after a server is killed; a third of the work is done before that."""
+
+
+def called(kind: str, address: str, thread: int) -> list[PositionTable]:
+    """Make one thread's calls in sequence."""
+    results = []
+    with open_client(kind, address, timeout=60) as client:
+        for number in range(CALLS):
+            results.append(client.place(BATCH, start=thread * CALLS + number))
+            assert number < CALLS // 3 or KILLED.wait(60)
+    return results
+
+
+def answered(metrics_port: int) -> float:
+    """Return the number of answers of a server so far."""
+    return sum(n for name, n in metrics_of(metrics_port).items() if name.startswith("mmpos_requests_total"))
+
+
+@pytest.mark.slow
+def test_killing_a_replica_loses_no_call(start: Start) -> None:
+    KILLED.clear()
+    ports = [free_port() for _ in range(3)]
+    servers = [start("--metrics", f"127.0.0.1:{port}") for port in ports]
+    address = f"ipv4:{','.join(server.address for server in servers)}"
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(called, kind, address, n) for n, kind in enumerate(("sync", "async") * 2)]
+        assert eventually(lambda: all(answered(port) >= 100 for port in ports))
+        servers[1].process.kill()
+        before = [answered(port) for port in (ports[0], ports[2])]
+        KILLED.set()
+        for thread, call in enumerate(calls):
+            assert numbers(call.result(), thread * CALLS) == list(range(CALLS))
+        after = [answered(port) for port in (ports[0], ports[2])]
+    assert all(b < a for b, a in zip(before, after, strict=True))  # both remaining servers continued
+    assert np.array_equal(calls[0].result()[7].dense(), place(BATCH, start=7).dense())

@@ -160,28 +160,28 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
-def breaking(after: int) -> tuple[Stream, list[int]]:
-    """Return a handler that breaks its streams after ``after`` answers, and the answers per stream."""
+def breaking(after: int, aborts: bool) -> tuple[Stream, list[int]]:
+    """Return a handler that breaks or ends its streams after ``after`` answers, and the answers per stream."""
     answered: list[int] = []
 
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         answered.append(0)
         for response in echo_stream(requests, context):
             if answered[-1] == after:
-                context.abort(*UNAVAILABLE[:2])
+                return context.abort(*UNAVAILABLE[:2]) if aborts else None
             answered[-1] += 1
             yield response
 
     return stream, answered
 
 
-@pytest.mark.parametrize("after", [0, 4])
-def test_a_broken_stream_names_its_first_unanswered_item(kind: str, after: int) -> None:
-    stream, answered = breaking(after)
+@pytest.mark.parametrize(("after", "reason"), [(0, "gone"), (4, "gone"), (2, "the server ended the stream")])
+def test_a_broken_stream_names_its_first_unanswered_item(kind: str, after: int, reason: str) -> None:
+    stream, answered = breaking(after, reason == "gone")
     results: list[object] = []
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         error = failure(lambda: results.extend(client.stream(numbered(30))))
-    assert error in [(ServiceUnavailableError, f"queries[{after}]: {reason}") for reason in ("gone", BROKE)]
+    assert error in [(ServiceUnavailableError, f"queries[{after}]: {reason}") for reason in (reason, BROKE)]
     assert_equal(results, [query.run() for query in numbered(after)])
     assert sum(answered) == after  # nothing is sent again
 
@@ -195,18 +195,6 @@ def test_a_stream_refused_by_an_overloaded_server_keeps_its_retry_time(kind: str
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client, busy as caught:
         list(client.stream(numbered(1)))
     assert caught.value.retry_after == 0.25
-
-
-def test_a_stream_that_the_server_ends_too_early_names_its_first_unanswered_item(kind: str) -> None:
-    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
-        answers = echo_stream(requests, context)
-        yield next(answers)
-        yield next(answers)
-
-    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        error, words = failure(lambda: list(client.stream(numbered(6))))
-    assert error is ServiceUnavailableError
-    assert words in [f"queries[2]: {reason}" for reason in ("the server ended the stream", BROKE)]
 
 
 @pytest.mark.parametrize("reason", ["gone", "the server ended the stream"])
@@ -232,20 +220,14 @@ def test_a_stream_that_ends_while_its_source_waits_raises_at_once(kind: str, rea
         over.set()
 
 
-@pytest.mark.parametrize(
-    ("response", "message"),
-    [
-        (pb.StreamPlaceResponse(id=1), "answer: got id 1, want 0"),
-        (pb.StreamPlaceResponse(id=0), "answer: got neither a result nor an error"),
-    ],
-)
-def test_unexpected_answers_are_service_errors(kind: str, response: pb.StreamPlaceResponse, message: str) -> None:
+@pytest.mark.parametrize(("number", "got"), [(1, "id 1, want 0"), (0, "neither a result nor an error")])
+def test_unexpected_answers_are_service_errors(kind: str, number: int, got: str) -> None:
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         next(requests)
-        yield response
+        yield pb.StreamPlaceResponse(id=number)
 
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, message)
+        assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, f"answer: got {got}")
 
 
 def test_the_timeout_limits_the_wait_for_each_answer_but_not_for_the_source_or_the_caller(kind: str) -> None:

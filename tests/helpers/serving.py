@@ -123,11 +123,6 @@ class Serving:
         """Return the value of a server metric."""
         return self.server.metrics.registry.get_sample_value(f"mmpos_{name}", labels)
 
-    def total(self, name: str) -> float:
-        """Return the sum of a metric over its labels."""
-        samples = (sample for family in self.server.metrics.registry.collect() for sample in family.samples)
-        return sum(sample.value for sample in samples if sample.name == f"mmpos_{name}")
-
 
 class KeptLogs(Logs):
     """A log in memory that can be read once."""

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
+from server_program import Program
 
 from mmpos.rpc.v1 import error_pb2
 
-SERVE = """
-import json, sys
-from mmpos_server.config import ServerConfig
-from mmpos_server.testing import running
-with running(ServerConfig(json.loads(sys.argv[1]), overload_ms=60_000), rotations=True) as address:
-    print(address, flush=True)
-    sys.stdin.read()
+SETTINGS = """
+overload_ms = 60_000
+[profiles.default]
+images = { backend = "pillow" }
+rotary = { head_dim = 8 }
 """
 STATUSES = {
     error_pb2.ERROR_CODE_INVALID_INPUT: "INVALID_ARGUMENT",
@@ -60,32 +57,23 @@ class Victim:
     """A server under test.
 
     Args:
-        pid: the server's process id; None for this process.
+        pid: the server's process id.
         address: address at which the server listens.
     """
 
-    def __init__(self, pid: int | None, address: str) -> None:
-        self.pid = os.getpid() if pid is None else pid
+    def __init__(self, pid: int, address: str) -> None:
+        self.pid = pid
         unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         self.channel = grpc.insecure_channel(address, options=unlimited)
 
     def call(self, method: str, request: Any) -> Answer:
         """Send a message, or arbitrary bytes, and return the answer."""
-        return self.begin(method, request)()
-
-    def begin(self, method: str, request: Any) -> Callable[[], Answer]:
-        """Send a message and return a function that waits for its answer."""
         raw = request if isinstance(request, bytes) else request.SerializeToString()
-        call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
-        future = call.future(raw, timeout=120)
-
-        def wait() -> Answer:
-            try:
-                return Answer("OK", data=future.result())
-            except grpc.RpcError as error:
-                return _failed(error)
-
-        return wait
+        try:
+            call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
+            return Answer("OK", data=call(raw, timeout=120))
+        except grpc.RpcError as error:
+            return _failed(error)
 
     def stream(self, method: str, requests: Iterable[bytes]) -> tuple[list[bytes], Answer]:
         """Send these items, and return all answers and how the stream ended."""
@@ -124,18 +112,14 @@ def _failed(error: grpc.RpcError) -> Answer:
 @contextmanager
 def victim() -> Iterator[Victim]:
     """Run a server while the context is open."""
-    profile = {"images": {"backend": "pillow"}, "rotary": {"head_dim": 8}}  # with Pillow, only rotations import torch
-    command = [sys.executable, "-c", SERVE, json.dumps({"default": profile})]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process.stdout, process.stdin:
-        server = Victim(process.pid, process.stdout.readline().strip())
+    with TemporaryDirectory() as folder:
+        (settings := Path(folder) / "mmpos.toml").write_text(SETTINGS)
+        program = Program.launch(Path(folder) / "log", "--config", str(settings), "--rotations")
+        server = Victim(program.process.pid, program.address)
         try:
             yield server
-            assert process.poll() is None, "the server has died"
+            assert program.process.poll() is None, "the server has died"
             assert server.call("InfoService/GetInfo", b"").status == "OK"
         finally:
             server.channel.close()
-            process.stdin.close()
-            process.wait(60)
+            program.kill()

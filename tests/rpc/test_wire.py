@@ -177,27 +177,23 @@ SHARD = positions_pb2.Shard(world_size=1, layout=99)  # type: ignore[arg-type]
 GRID: dict[str, Any] = {"kind": [2], "height": [1], "width": [2], "segments_per_document": [1]}
 CLIP: dict[str, Any] = {"kind": [5], "height": [1], "width": [2], "segments_per_document": [1]}
 KINDS, TYPES = names(table_pb2.SegmentKind, 1), names(tensor_pb2.DataType, 1)
+FLOATS: dict[str, Any] = {"dtype": "DATA_TYPE_FLOAT32"}
 WANT = "want 1, one for each"
+DENSE = "DATA_TYPE_UNSPECIFIED, DATA_TYPE_INT32, DATA_TYPE_INT64, DATA_TYPE_FLOAT64"
+STRIDE: dict[str, Any] = {"spans": SPANS, "scheme": {"name": "rope-tie", "stride": 4}}
+SAME: dict[str, Any] = {"first_frame_segments": [0, 0], "first_frames": [1, 2]}
+LEAST: dict[str, Any] = {"first_frame_segments": [0], "first_frames": [-(2**31)]}
 REFUSED: list[tuple[Callable[[], object], str]] = [
     query("query.source: got none, want one of segments, spans, input_ids"),
     view(": got none, want one of take, window, decode, shard, pad"),
     view(f".shard.layout: got 99, want one of {names(positions_pb2.ShardLayout, 1)}", shard=SHARD),
     view(".pad.side: got SIDE_UNSPECIFIED, want one of SIDE_LEFT, SIDE_RIGHT", pad={}),
-    query(
-        "query.dense.dtype: got DATA_TYPE_FLOAT16, want one of DATA_TYPE_UNSPECIFIED, DATA_TYPE_INT32, "
-        "DATA_TYPE_INT64, DATA_TYPE_FLOAT64",
-        spans=SPANS,
-        dense={"dtype": "DATA_TYPE_FLOAT16"},
-    ),
+    query(f"query.dense.dtype: got DATA_TYPE_FLOAT16, want one of {DENSE}", spans=SPANS, dense={"dtype": 4}),
     query("query.start cannot be combined with start_per_document", spans=SPANS, start=1, start_per_document=[1]),
     query("input_ids: got none, want a Tensor", input_ids={}),
     query("grid_thw: got 2 numbers, want groups of 3", spans={"lengths": [4], "grid_thw": [1, 2]}),
     query("seconds_per_frame[0].denominator: got 0, want >= 1", spans={"seconds_per_frame": [{"numerator": 1}]}),
-    query(
-        "query.scheme.stride: scheme 'rope-tie' has no such parameter",
-        spans=SPANS,
-        scheme={"name": "rope-tie", "stride": 4},
-    ),
+    query("query.scheme.stride: scheme 'rope-tie' has no such parameter", **STRIDE),
     query("V2PE.stride: got 0, want >= 1", spans=SPANS, scheme={"name": "v2pe", "stride": 0}),
     segments(f"segments.kind[0]: got 8, want one of {KINDS}", kind=[8]),
     segments(f"segments.width: got 0 numbers, {WANT} segment", kind=[1], height=[1]),
@@ -205,18 +201,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     segments("segments.row_separator_segments[0]: got 1, want <= 0", **GRID, row_separator_segments=[1]),
     segments(f"segments.extra_tokens: got 2 numbers, {WANT} clip, thumbnail and tile", **CLIP, extra_tokens=[1, 0]),
     segments(f"segments.first_frames: got 0 numbers, {WANT} of first_frame_segments", **GRID, first_frame_segments=[0]),
-    segments(
-        "segments.first_frame_segments: got [0, 0], want ascending indices",
-        **GRID,
-        first_frame_segments=[0, 0],
-        first_frames=[1, 2],
-    ),
-    segments(
-        "segments.first_frames[0]: got -2147483648, want >= -2147483647",
-        **GRID,
-        first_frame_segments=[0],
-        first_frames=[-(2**31)],
-    ),
+    segments("segments.first_frame_segments: got [0, 0], want ascending indices", **GRID, **SAME),
+    segments("segments.first_frames[0]: got -2147483648, want >= -2147483647", **GRID, **LEAST),
     segments("extra_tokens[0]: got 0, want >= 1, the audio of a clip", **CLIP, extra_tokens=[0]),
     segments(f"segments.seconds_per_frame: got 2, {WANT} segment", **GRID, seconds_per_frame=[{}, {}]),
     tensor(f"q.dtype: got DATA_TYPE_UNSPECIFIED, want one of {TYPES}"),
@@ -234,8 +220,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     part(".clip: Clip.audio: got 0, want >= 1", clip={"height": 3, "width": 1, "frames": 1}),
     part(".clip.seconds_per_frame.denominator: got 0, want >= 1", clip={"seconds_per_frame": {"numerator": 1}}),
     part(
-        ".token_ids.dtype: got DATA_TYPE_FLOAT32, want one of DATA_TYPE_INT32, DATA_TYPE_INT64",
-        token_ids={"dtype": "DATA_TYPE_FLOAT32"},
+        ".token_ids.dtype: got DATA_TYPE_FLOAT32, want one of DATA_TYPE_INT32, DATA_TYPE_INT64", token_ids={"dtype": 6}
     ),
     rotation("head_dim: got 0, want >= 2"),
     rotation(f"rotary.pairing: got 9, want one of {names(rotary_pb2.Pairing)}", head_dim=8, pairing=9),

@@ -45,16 +45,11 @@ def refusal(places: Places, client: str, count: int = 1) -> str:
 def test_places_are_refused_when_all_are_taken_and_to_a_client_that_holds_its_share() -> None:
     places = Places("slots", 5)
     results = [refusal(places, name) for name in ("a", "a", "a", "b", "b", "c", "d")]
-    share = "slots: got 2 in use by this client and 2 by all, want at most 2 and 5"
-    assert results == [
-        "",
-        "",
-        share,
-        "",
-        "",
-        "",
-        "slots: got 0 in use by this client and 5 by all, want at most 2 and 5",
-    ]
+    share, full = (
+        f"slots: got {n} by all, want at most 2 and 5"
+        for n in ("2 in use by this client and 2", "0 in use by this client and 5")
+    )
+    assert results == ["", "", share, "", "", "", full]
     places.leave("a")
     assert (refusal(places, "b") != "", refusal(places, "a")) == (True, "")
     for name in ("a", "a", "b", "b", "c"):
@@ -241,45 +236,33 @@ def test_a_slow_message_makes_room_for_one_that_waits() -> None:
     run(scenario())
 
 
+NO_MESSAGE = "ServiceTimeoutError: request: no whole message arrived in"
+IDLE = "ServiceUnavailableError: stream: no item arrived for 600 s; open a new stream"
+STOPS = "ServiceUnavailableError: the server is about to stop: send unanswered items in a new stream"
+
+
 @pytest.mark.parametrize(
-    ("first", "draining", "seconds", "error"),
+    ("options", "draining", "seconds", "error"),
     [
-        (True, False, 30.0, "ServiceTimeoutError: request: no whole message arrived in 30 s"),
-        (False, False, 600.0, "ServiceUnavailableError: stream: no item arrived for 600 s; open a new stream"),
-        (
-            False,
-            True,
-            0.0,
-            "ServiceUnavailableError: the server is about to stop: send unanswered items in a new stream",
-        ),
+        ({"item": True}, False, 30.0, f"{NO_MESSAGE} 30 s"),
+        ({"item": True, "first": False}, False, 600.0, IDLE),
+        ({"item": True, "first": False}, True, 0.0, STOPS),
+        ({}, True, 1.0, f"{NO_MESSAGE} 1 s"),  # half a message, for which a stopping server waits a second
     ],
 )
 def test_a_stream_may_be_idle_after_its_first_item_until_the_server_stops(
-    first: bool, draining: bool, seconds: float, error: str
+    options: dict[str, Any], draining: bool, seconds: float, error: str
 ) -> None:
     async def scenario() -> None:
         arrivals = Arrivals(1.0)
-        reading = await begin(arrivals, item=True, first=first)
+        arrivals.draining = draining and not options
+        reading = await begin(arrivals, **options)
         ticks(arrivals, seconds)
         await asyncio.sleep(0)
         assert not reading.done()
         arrivals.draining = draining
         ticks(arrivals, 0.1)
         assert await outcome(reading) == error
-
-    run(scenario())
-
-
-def test_a_stopping_server_waits_a_second_for_half_a_message() -> None:
-    async def scenario() -> None:
-        arrivals = Arrivals(1.0)
-        arrivals.draining = True
-        reading = await begin(arrivals)
-        ticks(arrivals, 1.0)
-        await asyncio.sleep(0)
-        assert not reading.done()
-        ticks(arrivals, 0.1)
-        assert await outcome(reading) == "ServiceTimeoutError: request: no whole message arrived in 1 s"
 
     run(scenario())
 

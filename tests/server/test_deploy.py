@@ -73,46 +73,30 @@ def image_arguments() -> list[str]:
     return arguments
 
 
-def test_the_dockerfile_breaks_no_rule() -> None:
-    def hadolint(text: str) -> list[str]:
-        command = [str(HADOLINT), "--format", "json", "-"]
-        completed = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-        return [rule["code"] for rule in json.loads(completed.stdout)]
-
-    text = (DEPLOY / "Dockerfile").read_text()
-    assert hadolint(text) == []
-    assert "DL3002" in hadolint(text.replace("USER 10001:10001", "USER root"))
+def test_the_dockerfile_breaks_no_rule_and_copies_files_that_exist() -> None:
+    command = [str(HADOLINT), "--format", "json", str(DEPLOY / "Dockerfile")]
+    assert json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout) == []
     included = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"]
+    assert included
     assert all((ROOT / name).exists() for name in included)
-    assert {"mmpos", "server", "csrc", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} == set(included)
-
-
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
-def test_a_manifest_contains_only_fields_of_its_kind(manifest: dict[str, object]) -> None:
-    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate({**manifest, "spce": {}}, KUBERNETES, strict=True)
 
 
 def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
-    labels = POD["metadata"]["labels"]
+    for manifest in MANIFESTS:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
     selectors = [KINDS[kind]["spec"]["selector"]["matchLabels"] for kind in ("Deployment", "PodDisruptionBudget")]
     selectors += [KINDS["Service"]["spec"]["selector"], KINDS["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]]
-    assert selectors == [labels] * 4
-    assert {port["name"]: port["containerPort"] for port in CONTAINER["ports"]} == {"grpc": 50051, "page": 9090}
+    assert selectors == [POD["metadata"]["labels"]] * 4
+    ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
     for arguments in (CONTAINER["args"], image_arguments()):
         options = options_of(arguments)
-        assert (options["listen"], options["metrics"]) == (["0.0.0.0:50051"], "0.0.0.0:9090")
+        assert (options["listen"], options["metrics"]) == ([f"0.0.0.0:{ports['grpc']}"], f"0.0.0.0:{ports['page']}")
     probes = {name: CONTAINER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
     is_ready, is_live = {"path": "/readyz", "port": "page"}, {"path": "/livez", "port": "page"}
     assert probes == {"startup": is_ready, "readiness": is_ready, "liveness": is_live}
-    text = (DEPLOY / "Dockerfile").read_text()
-    assert "EXPOSE 50051 9090\n" in text
-    assert "127.0.0.1:9090/livez" in text
     # Everybody may call, and only one namespace may read the metrics.
     calls, metrics = KINDS["NetworkPolicy"]["spec"]["ingress"]
-    assert (calls, metrics["ports"]) == ({"ports": [{"port": "grpc"}]}, [{"port": "page"}])
-    assert "from" in metrics
+    assert (calls, metrics["ports"], "from" in metrics) == ({"ports": [{"port": "grpc"}]}, [{"port": "page"}], True)
     (scaled,) = KINDS["HorizontalPodAutoscaler"]["spec"]["metrics"]
     assert Metrics().registry.get_sample_value(scaled["pods"]["metric"]["name"]) == 0
 
@@ -139,8 +123,7 @@ def test_the_memory_of_strangers_is_the_sum_on_the_page_and_fits_the_limits() ->
     tuned = " ".join(f"{variable}={value}" for variable, (_, value) in TUNED.items())
     assert f"ENV {tuned}\n" in (DEPLOY / "Dockerfile").read_text()
     assert lines_of("mmpos.service", "Environment") == [tuned]
-    assert CONTAINER["resources"]["limits"] == {"memory": "2560Mi"}
-    assert memory == "2560M"
+    assert (CONTAINER["resources"]["limits"], memory) == ({"memory": "2560Mi"}, "2560M")
     assert sum(written) + kept <= 2560 * MIB
     config = ServerConfig.read(KINDS["ConfigMap"]["data"]["mmpos.toml"])
     assert config.request_bytes == largest
@@ -202,9 +185,7 @@ def test_the_chart_renders_the_manifest() -> None:
     assert rendered() == KINDS
 
 
-@pytest.mark.parametrize(
-    "wrong", ["noticeSeconds=5", "replicas=0", "image.repository=", "args={--port=1}", "autoscaling.inFlight=x"]
-)
+@pytest.mark.parametrize("wrong", ["noticeSeconds=5", "replicas=0", "args={--port=1}"])
 def test_the_chart_refuses_unknown_and_wrong_values(wrong: str) -> None:
     completed = helm("template", "mmpos", str(DEPLOY / "helm"), "--set", wrong)
     assert completed.returncode == 1
@@ -218,16 +199,14 @@ def test_the_values_on_the_page_mount_the_files_that_the_server_reads(tmp_path: 
     pod = kinds["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     options = options_of(container["args"])
-    files = {str(options[name]) for name in ("tls_cert", "tls_key", "token_file", "config")}
-    assert files == {"/tls/tls.crt", "/tls/tls.key", "/tokens/tokens", "/etc/mmpos/mmpos.toml"}
-    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-    assert mounts == ["/etc/mmpos", "/tmp", "/tls", "/tokens", "/models"]
-    assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    for name in ("tls_cert", "tls_key", "token_file", "config"):
+        assert str(options[name].parent) in mounts
+    assert [*mounts.values()] == [volume["name"] for volume in pod["volumes"]]
     # The server warns about secrets that every user can read.
     assert [volume["secret"]["defaultMode"] for volume in pod["volumes"] if "secret" in volume] == [0o440] * 2
     config = ServerConfig.read(kinds["ConfigMap"]["data"]["mmpos.toml"])
-    assert config.profiles["my-model"]["model"].startswith("/models/")
-    assert kinds["Service"]["spec"]["ports"][0] == {"name": "grpc", "port": 50051, "targetPort": "grpc"}
+    assert str(Path(config.profiles["my-model"]["model"]).parent) in mounts
 
 
 def test_chart_values_reach_the_manifests() -> None:
@@ -236,9 +215,8 @@ def test_chart_values_reach_the_manifests() -> None:
     kinds = rendered("--set", ",".join(flags), "--set-json", 'args=["--workers=2"]')
     (container,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert kinds.keys() == KINDS.keys() - {"HorizontalPodAutoscaler", "NetworkPolicy"} | {"ServiceMonitor"}
-    assert kinds["Deployment"]["spec"]["replicas"] == 2
-    assert container["image"] == "registry/mmpos:2026"
-    assert options_of(container["args"])["workers"] == 2
+    result = kinds["Deployment"]["spec"]["replicas"], container["image"], options_of(container["args"])["workers"]
+    assert result == (2, "registry/mmpos:2026", 2)
     monitor, service = kinds["ServiceMonitor"], kinds["Service"]
     assert monitor["metadata"]["labels"] == {"team": "a", **service["metadata"]["labels"]}
     assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
@@ -307,24 +285,17 @@ def proxied(start: Start, tmp_path: Path, **replaced: str) -> Iterator[tuple[str
 SEGMENTS = mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
 
 
-def test_the_proxy_is_as_the_page_says() -> None:
-    limits = re.search(r"at most (\d+) connections of (\d+) calls .* at most (\d+) calls at once", DEPLOYING, re.DOTALL)
-    assert limits is not None
-    assert f"sc0_conn_cur gt {limits[1]} }}" in PROXY
-    assert f"tune.h2.fe.max-concurrent-streams {limits[2]}\n" in PROXY
-    assert f"default-server proto h2 maxconn {limits[3]} " in PROXY
-    assert re.findall(r"bind :(\d+) proto h2\n|connect port (\d+)", PROXY) == [("50051", ""), ("", "9090")]
-    assert f"uri {CONTAINER['readinessProbe']['httpGet']['path']}\n" in PROXY
-
-
 def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages_back(
     start: Start, tmp_path: Path
 ) -> None:
     place = "/mmpos.rpc.v1.PositionService/Place"
+    limits = re.search(r"at most (\d+) connections of (\d+) calls .* at most (\d+) calls at once", DEPLOYING, re.DOTALL)
+    assert limits is not None
+    assert f"default-server proto h2 maxconn {limits[3]} " in PROXY
     with proxied(start, tmp_path) as (address, page), ExitStack() as stack:
-        for _ in range(4):
+        for _ in range(int(limits[1])):
             stranger = stack.enter_context(Connection(address, source="127.0.0.2"))
-            for _ in range(24):
+            for _ in range(int(limits[2])):
                 stranger.send(stranger.call(place), message(b"", 100)[:4])  # the message never arrives
         with suppress(ConnectionError), Connection(address, source="127.0.0.2") as fifth:
             assert fifth.socket.recv(1) == b""

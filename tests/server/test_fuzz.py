@@ -1,29 +1,124 @@
-"""Run the attacks of fuzz.py for a few seconds; only ``make fuzz`` limits the latency of health checks."""
+"""Test random messages, bytes and attacks: each is answered or refused, none with INTERNAL; the server survives."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attacks import ATTACKS, Tally
 from fuzz import Verdict, Witness, fuzz, rounds
+from message_strategies import LIKELY, REQUESTS, STREAMS, corpus, for_each, messages, tensor
+from mutations import mutate
+from refusals import is_sentence
 from serving import serving
+from victim import STATUSES, Answer, Victim
 from waiting import eventually, without_torch
+
+from mmpos.rpc.positions import get_result
+from mmpos.rpc.sequences import get_sequence
+from mmpos.rpc.v1 import positions_pb2, rotary_pb2
+
+FAULTS = {*STATUSES.values(), "NOT_FOUND"} - {"INTERNAL"}
+
+
+@pytest.fixture(scope="module")
+def server(hardy: Victim) -> Iterator[Victim]:
+    # The first rotation imports torch, which must not be counted.
+    first = rotary_pb2.CosSinRequest()
+    first.positions.ids.CopyFrom(tensor([[0], [0]]))
+    assert hardy.call("RotaryService/CosSin", first).status == "OK"
+    before = hardy.memory()
+    yield hardy
+    assert hardy.memory() < before + 300, "the server has grown"
+
+
+def check(method: str, answer: Answer) -> None:
+    """Check that an answer is either a valid response or a sentence about the request."""
+    if answer.status != "OK":
+        assert answer.status in FAULTS
+        assert is_sentence(answer.message), answer.message
+        return
+    response = REQUESTS[method][1].FromString(answer.data)
+    if method == "PositionService/Place":
+        result = get_result("positions", response.positions)
+        assert (result.table is None) != (result.dense is None)
+    if method == "SequenceService/Build":
+        for built in response.sequences.results:
+            if built.WhichOneof("outcome") == "error":
+                assert STATUSES[built.error.code] in FAULTS
+            else:
+                get_sequence("sequence", built.sequence)
+
+
+@pytest.mark.parametrize("number", [60, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", REQUESTS)
+def test_random_and_mostly_valid_messages_are_answered_or_refused(server: Victim, method: str, number: int) -> None:
+    for strategy in (messages(REQUESTS[method][0]), LIKELY[method]):
+        for_each(strategy, number, lambda request: check(method, server.call(method, request)))
+
+
+@pytest.mark.parametrize("method", STREAMS)
+def test_stream_items_are_answered_in_order(server: Victim, method: str) -> None:
+    request, response = STREAMS[method]
+    items: list[Any] = []
+    for_each(messages(request), 60, items.append)
+    unary = LIKELY[method.replace("Stream", "")]
+    for_each(unary, 60, lambda likely: items.append(request(id=len(items), query=likely.query)))
+    answers, end = server.stream(method, [item.SerializeToString() for item in items])
+    assert end.status == "OK"
+    results = [response.FromString(answer) for answer in answers]
+    assert [answer.id for answer in results] == [item.id for item in items]
+    errors = [answer.error.code for answer in results if answer.WhichOneof("outcome") == "error"]
+    assert 0 < len(errors) < len(results)
+    assert {STATUSES[code] for code in errors} <= FAULTS
+
+
+UNKNOWN_FIELD = b"\x98\x06\x01"
+"""Field 99 with the value 1, from a later version."""
+
+
+def test_unknown_fields_are_ignored(server: Victim) -> None:
+    request = positions_pb2.PlaceRequest(query={"spans": {"lengths": [4]}})  # type: ignore[arg-type]
+    known = server.call("PositionService/Place", request)
+    strange = server.call("PositionService/Place", request.SerializeToString() + UNKNOWN_FIELD)
+    assert (known.status, known) == ("OK", strange)
+
+
+# Bytes.
+
+
+MUTABLE = [method for method in REQUESTS if method != "InfoService/GetInfo"]
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", MUTABLE)
+def test_mutated_messages_are_answered_or_refused(
+    server: Victim, method: str, many: bool, request: pytest.FixtureRequest
+) -> None:
+    number = int(request.config.getoption("--mutations")) // len(MUTABLE) if many else 300
+    chance, raw, statuses = random.Random(method), corpus(method, 100), set()
+    for turn in range(number):
+        sent = mutate(chance.choice(raw), chance, raw) if turn % 3 else chance.randbytes(chance.randint(0, 64))
+        answer = server.call(method, sent)
+        try:
+            check(method, answer)
+        except Exception as error:
+            raise AssertionError(f"{method} of bytes.fromhex({sent.hex()!r}): {answer}") from error
+        statuses.add(answer.status)
+    assert statuses >= {"OK", "INVALID_ARGUMENT"}
+
+
+# Attacks; only ``make fuzz`` limits the latency of health checks.
+
 
 MEMORY = 400
 """MiB by which the server may grow: its caches and arenas still fill during the few seconds of the test."""
-
-
-def verdict(**changes: object) -> Verdict:
-    """Return the verdict on a faultless run, with these fields changed."""
-    rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
-    verdict_ = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
-    for name, value in changes.items():
-        setattr(verdict_, name, value)
-    return verdict_
 
 
 def test_the_verdict_names_faults() -> None:
@@ -33,18 +128,21 @@ def test_the_verdict_names_faults() -> None:
     bad.merge(bad)
     wrong = Witness([150.0, float("inf")])
     wrong.polite.update(["right", "wrong"])
-    faults = {
-        (): verdict(),
-        ("2 UNKNOWN of a, first how",): verdict(tally=bad),
-        ("2 tracebacks in the log, first this",): verdict(tracebacks=["this", "that"]),
-        ("the server has died",): verdict(alive=False),
-        ("1 wrong answers", "2 of 2 answers to health after 100 ms or never"): verdict(witness=wrong),
-        ("103.0 MiB at the end, want <= 102.0", "6 descriptors at the end, want <= 5"): verdict(
-            after={"MiB": 103.0, "descriptors": 6, "threads": 15}
-        ),
-        ("16 threads at the end, want <= 15",): verdict(after={"MiB": 102.0, "descriptors": 5, "threads": 16}),
-    }
-    assert {tuple(run.faults(100, 2)) for run in faults.values()} == set(faults)
+    rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
+    good = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
+    assert good.faults(100, 2) == []
+    after = {"MiB": 103.0, "descriptors": 6, "threads": 16}
+    worst = Verdict(bad, wrong, before=rest, after=after, tracebacks=["this", "that"], alive=False)
+    assert worst.faults(100, 2) == [
+        "2 UNKNOWN of a, first how",
+        "2 tracebacks in the log, first this",
+        "the server has died",
+        "1 wrong answers",
+        "2 of 2 answers to health after 100 ms or never",
+        "103.0 MiB at the end, want <= 102.0",
+        "6 descriptors at the end, want <= 5",
+        "16 threads at the end, want <= 15",
+    ]
 
 
 @pytest.mark.slow

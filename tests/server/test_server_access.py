@@ -1,8 +1,10 @@
-"""Test tokens and their rotation, calls that need no token, and client names."""
+"""Test tokens and certificates, their rotation, calls that need no token, and client names."""
 
 from __future__ import annotations
 
 import os
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,22 +15,21 @@ from typing import Any
 import grpc
 import pytest
 from certificates import make_certificate
-from google.protobuf import descriptor_pb2
 from grpc_calls import Unary, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serving import CHECK, PLACE, STREAM, WATCH, KeptLogs
+from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, KeptLogs
+from waiting import eventually
 
-from mmpos import SegmentTable, Text
+from mmpos.client import Client, Tls
 from mmpos.errors import InvalidInputError
-from mmpos_server.access import TlsFiles, TokenFile
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
+from mmpos_server.access import Certificates, TlsFiles, TokenFile
 from mmpos_server.app import Server
 from mmpos_server.config import load
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running, started
 
 ALICE, BOB = "alice-alice-alice-1", "bob-bob-bob-bob-bob="
-SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 UNAUTHENTICATED = ("UNAUTHENTICATED", 'authorization: got no known token, want "Bearer TOKEN"')
 
 
@@ -139,26 +140,12 @@ def test_a_call_is_answered_only_with_exactly_one_known_token(file: Path) -> Non
         assert ask(b"", metadata=bearer(ALICE)) == ask(b"", metadata=[("authorization", f"bearer {BOB}")])
 
 
-def reflected(channel: Any) -> Iterator[str]:
-    """Yield the paths of all methods that a server lists through reflection."""
-    ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-
-    def reflect(**question: str) -> Any:
-        (answer,) = ask(iter([reflection_pb2.ServerReflectionRequest(**question)]), metadata=bearer(ALICE))
-        return answer
-
-    for listed in reflect(list_services="").list_services_response.service:
-        raw = reflect(file_containing_symbol=listed.name).file_descriptor_response.file_descriptor_proto
-        for file in map(descriptor_pb2.FileDescriptorProto.FromString, raw):
-            for service in file.service:
-                for method in service.method:
-                    yield f"/{file.package}.{service.name}/{method.name}"
-
-
 def test_every_method_except_health_requires_a_token(file: Path) -> None:
-    with running(listen=Listen(token_file=file)) as address, connected(address) as channel:
-        paths = set(reflected(channel))
-        assert {PLACE, STREAM, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"} <= paths
+    files = (module.DESCRIPTOR for module in (info_pb2, positions_pb2, rotary_pb2, sequences_pb2, health_pb2))
+    services = [service for one in files for service in one.services_by_name.values()]
+    paths = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    paths |= {REFLECTION, REFLECTION.replace("v1alpha", "v1")}
+    with running(listen=Listen(token_file=file), rotations=True) as address, connected(address) as channel:
         for path in sorted(paths - {CHECK, WATCH} | {"/mmpos.rpc.v1.PositionService/None", "/x/y"}):
             assert refusal(channel.unary_unary(path), b"", timeout=60) == UNAUTHENTICATED, path
             opened = channel.stream_stream(path)(iter([b""]), timeout=60)
@@ -248,3 +235,74 @@ def test_tls_and_a_token_can_both_be_required_and_the_token_names_the_client(fil
         results = [ask(place, carol), ask(place, carol, bearer(BOB)), ask(place, nobody, bearer(BOB))]
         assert results == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
     assert [line["client"] for line in logs.lines() if line.get("status") == "OK"] == ["carol", "bob"]
+
+
+# Certificates
+
+
+def served(address: str) -> str:
+    """Return the certificate that a server presents to a new connection, as PEM."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as plain, context.wrap_socket(plain) as connection:
+        return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
+
+
+def test_a_replaced_certificate_is_used_for_new_connections(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    new_cert, new_key = make_certificate(tmp_path, "new")
+    first, second = cert.read_text(), new_cert.read_text()
+    with running(listen=Listen(tls=TlsFiles(cert, key))) as address, Client(address, tls=Tls(cert)) as client:
+        assert client.healthy()
+        assert served(address) == first
+        os.replace(new_cert, cert)  # matches the key only after the next line
+        os.replace(new_key, key)
+        assert eventually(lambda: served(address) == second)
+        assert client.healthy()  # on its open connection
+        with Client(address, tls=Tls(cert)) as late:
+            assert late.healthy()
+
+
+WRONG: dict[str, Callable[[Path, Path], object]] = {
+    "the key is not the certificate's": lambda cert, other: os.replace(other, cert),
+    "a pipe or a device": lambda cert, _: [function(cert) for function in (Path.unlink, os.mkfifo)],
+    "No such file or directory": lambda cert, _: cert.unlink(),
+    "Unable to load PEM file": lambda cert, _: cert.write_text("no certificate"),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_a_wrong_file_prevents_the_start_and_later_changes_nothing_and_is_logged_once(
+    tmp_path: Path, problem: str
+) -> None:
+    cert, key = make_certificate(tmp_path, "server")
+    other, _ = make_certificate(tmp_path, "other")
+    certificates = Certificates(TlsFiles(cert, key, cert), logs := KeptLogs())
+    before = certificates._latest
+    WRONG[problem](cert, other)
+    for _ in range(3):
+        certificates.refresh()
+    assert certificates._latest is before
+    with pytest.raises(InvalidInputError) as raised:
+        Certificates(TlsFiles(cert, key), KeptLogs())
+    assert str(raised.value).startswith(f"--tls-cert: got {cert}")
+    assert problem in str(raised.value)
+    (line,) = logs.lines()
+    assert (line["level"], line["event"]) == ("error", "certificates not reloaded")
+    assert problem in line["reason"]
+
+
+def test_an_expired_certificate_is_reported_at_the_start_and_when_it_is_reread(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "server", days=-1)
+    certificates = Certificates(TlsFiles(cert, key), logs := KeptLogs())
+    certificates.refresh()
+    for name in ("good", "old"):
+        new_cert, new_key = make_certificate(tmp_path, name, days=1 if name == "good" else -2)
+        os.replace(new_cert, cert)
+        os.replace(new_key, key)
+        certificates.refresh()
+    expired = [line for line in logs.lines() if line["event"] == "certificate has expired"]
+    assert [line["level"] for line in expired] == ["warning"] * 2
+    assert expired[0]["not_after"] > expired[1]["not_after"]

@@ -110,35 +110,29 @@ def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
 KNOWN = f"want one of {', '.join(SETTINGS)}"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[limits]\ntokens = 1\n", f"limits: got an unknown setting, {KNOWN}"),
-        ("request_bytes = 67108865\n", "request_bytes: got 67108865, want <= 67108864"),
-        ("streams_per_connection = 0\n", "streams_per_connection: got 0, want >= 1"),
-        ("schemes = [1]\n", "schemes[0]: got 1, want text"),
-        ("[profiles]\n", "profiles: want at least one, each with a name"),
-        (
-            "[profiles.a]\nimage = {}\n",
-            "profiles.a.image: got an unknown setting, want one of model, scheme, tokenizer, markers, images, rotary",
-        ),
-        ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want text or a table"),
-        ("[profiles.a.images]\nsize = 1\n", "profiles.a.images.size: got an unknown setting, want one of backend, "),
-        ("[profiles.a.markers]\nbegin = '<i>'\n", "profiles.a.markers.begin: got '<i>', want a token with a single id"),
-        (
-            "[profiles.a]\nscheme = { name = 'rope-tie', stride = 1 }\n",
-            "profiles.a.scheme: got 'stride' of 'rope-tie', want axes",
-        ),
-        (
-            "[profiles.a]\nscheme = { name = 'mrope-qwen2.5', tokens_per_second = 'x' }\n",
-            "profiles.a.scheme.tokens_per_second: got 'x', want a number or a fraction such as \"25/2\"",
-        ),
-        (
-            "[profiles.a]\ntokenizer = 'none.json'\n",
-            "profiles.a.tokenizer: got 'none.json', want \"bytes\" or the path",
-        ),
-    ],
-)
+MISTAKES = [
+    ("[limits]\ntokens = 1\n", f"limits: got an unknown setting, {KNOWN}"),
+    ("request_bytes = 67108865\n", "request_bytes: got 67108865, want <= 67108864"),
+    ("streams_per_connection = 0\n", "streams_per_connection: got 0, want >= 1"),
+    ("schemes = [1]\n", "schemes[0]: got 1, want text"),
+    ("[profiles]\n", "profiles: want at least one, each with a name"),
+    ("[profiles.a]\nimage = {}\n", "profiles.a.image: got an unknown setting, want one of model, scheme, tokenizer, "),
+    ("[profiles.a]\nscheme = 1\n", "profiles.a.scheme: got 1, want text or a table"),
+    ("[profiles.a.images]\nsize = 1\n", "profiles.a.images.size: got an unknown setting, want one of backend, "),
+    ("[profiles.a.markers]\nbegin = '<i>'\n", "profiles.a.markers.begin: got '<i>', want a token with a single id"),
+    (
+        "[profiles.a]\nscheme = { name = 'rope-tie', stride = 1 }\n",
+        "profiles.a.scheme: got 'stride' of 'rope-tie', want",
+    ),
+    (
+        "[profiles.a]\nscheme = { name = 'mrope-qwen2.5', tokens_per_second = 'x' }\n",
+        "profiles.a.scheme.tokens_per_second: got 'x', want a number or a fraction such as \"25/2\"",
+    ),
+    ("[profiles.a]\ntokenizer = 'none.json'\n", "profiles.a.tokenizer: got 'none.json', want \"bytes\" or the path"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), MISTAKES)
 def test_check_reports_a_mistake_in_one_line_with_status_2(
     file: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,35 +156,30 @@ def test_check_accepts_valid_settings_with_one_line(file: Path, capsys: pytest.C
     assert "got bytes that are not UTF-8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--listen", "unix:s", "--workers", "2"],
-            "--workers: got 2 with --listen unix:PATH, which allows one process",
-        ),
-        (
-            ["--listen", "127.0.0.1:1", "--listen", "[::1]:1"],
-            "--listen: got 127.0.0.1:1 and [::1]:1, want one HOST:PORT, one unix:PATH, or both",
-        ),
-        (["--listen", "50051"], "--listen: got '50051', want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"),
-        (
-            ["--metrics", "::1:9090"],
-            "--metrics: got '::1:9090', want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051",
-        ),
-        (["--tls-cert", "c"], "--tls-cert requires both --tls-cert and --tls-key"),
-        (
-            ["--listen", "unix:s", "--tls-cert", "c", "--tls-key", "k"],
-            "--tls-cert requires --listen HOST:PORT: a unix socket is never encrypted",
-        ),
-        (["--metrics-port", "1"], "No such option: --metrics-port"),
-        (["--listen", "192.0.2.1:0"], "--listen: got 192.0.2.1:0 (Cannot assign requested address), want a free"),
-    ],
-)
+HOST_PORT = "want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"
+FLAGS = [
+    ("--listen unix:s --workers 2", "--workers: got 2 with --listen unix:PATH, which allows one process"),
+    (
+        "--listen 127.0.0.1:1 --listen [::1]:1",
+        "--listen: got 127.0.0.1:1 and [::1]:1, want one HOST:PORT, one unix:PATH, or both",
+    ),
+    ("--listen 50051", f"--listen: got '50051', {HOST_PORT}"),
+    ("--metrics ::1:9090", f"--metrics: got '::1:9090', {HOST_PORT}"),
+    ("--tls-cert c", "--tls-cert requires both --tls-cert and --tls-key"),
+    (
+        "--listen unix:s --tls-cert c --tls-key k",
+        "--tls-cert requires --listen HOST:PORT: a unix socket is never encrypted",
+    ),
+    ("--metrics-port 1", "No such option: --metrics-port"),
+    ("--listen 192.0.2.1:0", "--listen: got 192.0.2.1:0 (Cannot assign requested address), want a free"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), FLAGS)
 def test_flags_that_are_wrong_or_contradict_each_other_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert main(arguments.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"mmpos_server: error: {message}")

@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from hostile_images import encoded
 from hypothesis import given
 from message_strategies import picture, places, tensor
+from PIL import Image
 from serving import serving
 from waiting import eventually
 
 from mmpos import Grid, MmposError, SegmentTable, Text
-from mmpos.client import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
+from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
+from mmpos.images import ImageProcessor, decode
 from mmpos.rpc.positions import get_query, put_query
 from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.sequence.builder import SequenceBuilder
+from mmpos.support.info import cores
 from mmpos_server.arrivals import Arrivals
 from mmpos_server.call import Call, Threads
 from mmpos_server.config import Profiles, load
@@ -28,6 +35,7 @@ from mmpos_server.position_service import PositionService, max_segments
 from mmpos_server.rotary_service import RotaryService
 from mmpos_server.sequence_service import SequenceService
 from mmpos_server.services import place_method
+from mmpos_server.testing import running
 
 CONFIG = load()
 
@@ -50,20 +58,15 @@ FRAMES = SegmentTable.from_documents([[Text(1), Grid(2, 2, frames=5), Text(1)]])
 
 ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
     "texts": (PositionsQuery(TEXT), 3),
-    "each frame": (PositionsQuery(FRAMES), 7),
     "images among text": (PositionsQuery(IMAGES), 501),
     "frames of spans": (PositionsQuery(Spans([100], [1], [[9, 1, 2]])), 19),
     "token ids": (
         PositionsQuery(InputIds([[1, 2, 3]] * 4, image_grid_thw=[[1, 1, 1]], video_grid_thw=[[3, 1, 1]])),
         12,
     ),
-    "packed token ids": (PositionsQuery(InputIds([1, 2, 3], cu_seqlens=[0, 1, 2, 3])), 4),
-    "disjoint ranges": (PositionsQuery(IMAGES, views=[Take([0, 10], [10, 20])]), 501 + 503),
     "overlapping ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), 501 + 251_000),
     "chained views": (PositionsQuery(IMAGES, views=[OVERLAPPING, Pad()]), 501 + 251_000 + 251_001),
-    "a window of each document": (PositionsQuery(TEXT, views=[Window([0, 1, 2], [0, 0, 0], [4, 4, 4])]), 3 + 9),
     "windows of one document": (PositionsQuery(TEXT, views=[Window([0] * 4, [0] * 4, [4] * 4)]), 3 + 20),
-    "no windows": (PositionsQuery(TEXT, views=[Window([], [], [])]), 3),
     "decoded tokens": (PositionsQuery(TEXT, views=[Decode(5)]), 3 + 6),
     "a shard": (PositionsQuery(TEXT, views=[Shard(0, 2)]), 3 + 15),
 }
@@ -98,19 +101,12 @@ def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, 
     return whole, [stage for stage, _ in call.stages]
 
 
-INLINE = ["read", "place", "write"]
+INLINE, NONE = ["read", "place", "write"], np.empty((0, 3), int)
 LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
     "few segments": (PositionsQuery(IMAGES), INLINE),
-    "ids": (PositionsQuery(Spans([2**18], [], np.empty((0, 3), int)), dense=Dense()), INLINE),
+    "ids": (PositionsQuery(Spans([2**18], [], NONE), dense=Dense()), INLINE),
     "ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), ["read", "queue", "place", "queue", "write"]),
-    "windows": (
-        PositionsQuery(IMAGES, views=[Window([0] * 40, [0] * 40, [1000] * 40)]),
-        ["read", "queue", "place", "write"],
-    ),
-    "many ids": (
-        PositionsQuery(Spans([2**18 + 1], [], np.empty((0, 3), int)), dense=Dense()),
-        ["read", "place", "queue", "write"],
-    ),
+    "many ids": (PositionsQuery(Spans([2**18 + 1], [], NONE), dense=Dense()), ["read", "place", "queue", "write"]),
     "many bytes": (PositionsQuery(InputIds(np.zeros(2**15, np.int64))), ["queue", "read", "place", "write"]),
 }
 
@@ -192,8 +188,33 @@ def test_large_answers_are_counted_before_they_exist(streamed: bool) -> None:
         assert eventually(lambda: not serving_.taken())
 
 
+def test_two_threads_decode_images_and_no_other_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = encoded(Image.new("RGB", (1100, 1000), "red"), "PNG")
+    begun, done, samples = threading.Semaphore(0), threading.Event(), decode.samples
+
+    def slow(image: Image.Image) -> decode.Samples:
+        if image.width > 1000:
+            begun.release()
+            assert done.wait(60)
+        return samples(image)
+
+    monkeypatch.setattr(decode, "samples", slow)
+    with running(CONFIG) as address, ThreadPoolExecutor(3) as threads, Client(address, timeout=120) as client:
+        calls = [threads.submit(client.build, ["a", large]) for _ in range(3)]
+        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=60) or cores() == 1
+        assert not begun.acquire(timeout=0.2), "more than two threads decode images"
+        assert client.build(["a"]).input_ids.tolist() == [97]
+        done.set()
+        local = SequenceBuilder(images=ImageProcessor("pillow")).build(["a", large])
+        for sequence in (call.result(60) for call in calls):
+            np.testing.assert_array_equal(sequence.patches, local.patches)
+            assert sequence.image_hashes == local.image_hashes
+
+
 IMPORTS = """
 import sys
+import mmpos.client
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
 methods(Profiles.from_config(load()), Limits())

@@ -1,10 +1,11 @@
-"""Test the server program: its start, its workers and its exit."""
+"""Test the server program: its start, its workers, its unix socket and its exit."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -23,8 +24,10 @@ from waiting import alive, descendants, eventually, free_port
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
+from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server import process
+from mmpos_server.listening import Listen, bind_uds
 from mmpos_server.testing import running
 
 REQUEST = pb.PlaceRequest(query=pb.PositionsQuery(spans=pb.Spans(lengths=[4096], offsets=[100], grid_thw=[1, 24, 24])))
@@ -69,14 +72,9 @@ def events(server: Program) -> list[str]:
     return [line["event"] for line in server.lines()]
 
 
-def sampled(tmp_path: Path) -> list[str]:
-    """Return the flags of a server that logs every call."""
-    (tmp_path / "mmpos.toml").write_text("log_sample = 1\n")
-    return ["--config", str(tmp_path / "mmpos.toml")]
-
-
 def test_sigterm_under_load_loses_no_call(start: Start, tmp_path: Path) -> None:
-    server = start(*sampled(tmp_path))
+    (tmp_path / "mmpos.toml").write_text("log_sample = 1\n")
+    server = start("--config", str(tmp_path / "mmpos.toml"))
     with grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(12) as threads:
         ask = place(channel)
         want = ask(REQUEST)
@@ -237,11 +235,10 @@ def test_many_connections_leave_file_descriptors_for_the_page_and_earlier_connec
 def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "wrong.toml").write_text("[profiles.a]\nscheme = 'x'\n")
     with running() as address:
-        for workers in ("1", "2"):
-            message = refused("--listen", address, "--workers", workers)
-            assert message.startswith(f"--listen: got {address} (Address already in use), want a free port of ")
-            flags = ["--listen", "127.0.0.1:0", "--workers", workers, "--config", str(tmp_path / "wrong.toml")]
-            assert refused(*flags).startswith(f"{tmp_path}/wrong.toml: profiles.a.scheme: got 'x', want a Scheme or ")
+        message = refused("--listen", address)
+        assert message.startswith(f"--listen: got {address} (Address already in use), want a free port of ")
+    message = refused("--listen", "127.0.0.1:0", "--workers", "2", "--config", str(tmp_path / "wrong.toml"))
+    assert message.startswith(f"{tmp_path}/wrong.toml: profiles.a.scheme: got 'x', want a Scheme or ")
 
 
 PATIENT = "import mmpos_server.supervisor as s; s.PAUSE_SECONDS, s.RESTART_SECONDS = 1.5, 0.2"
@@ -290,3 +287,69 @@ def test_workers_end_without_an_error_or_a_metrics_folder_when_their_supervisor_
     assert eventually(lambda: not any(map(alive, workers)))
     assert [line for line in server.lines() if line["level"] == "error"] == []
     assert list(tmp_path.glob("mmpos-metrics-*")) == []
+
+
+# Unix sockets
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "socket"
+
+
+def mistake(uds: Path) -> str:
+    with pytest.raises(InvalidInputError) as raised, running(listen=Listen(tcp=False, uds=uds)):
+        pass
+    return str(raised.value).replace(str(uds), "PATH")
+
+
+def test_only_this_user_may_connect_to_a_socket_from_the_moment_it_exists_and_it_is_removed_at_exit(path: Path) -> None:
+    before = os.umask(0)
+    with running(listen=Listen(uds=path)) as port:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert mistake(path) == "--listen: got unix:PATH (in use), want a path to listen on"
+        for address in (port, f"unix:{path}"):
+            with Client(address) as client:
+                assert client.place(SEGMENTS).num_tokens == 3
+    assert not path.exists()
+    seen = []
+    with socket.socket(socket.AF_UNIX) as server:
+
+        def add(address: str) -> None:
+            server.bind(address.removeprefix("unix:"))
+            seen.append(stat.S_IMODE(path.stat().st_mode))
+
+        bind_uds(path, add)
+    assert (seen, os.umask(before)) == ([0o600], 0)
+
+
+def test_a_socket_is_replaced_only_if_nobody_listens_on_it(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with running(listen=Listen(tcp=False, uds=path)) as address, Client(address) as client:
+        assert client.healthy()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        assert mistake(path) == "--listen: got unix:PATH (in use), want a path to listen on"
+        assert path.is_socket()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("elsewhere")])
+def test_any_other_file_at_the_path_is_left_unchanged(path: Path, make: Callable[[Path], None]) -> None:
+    make(path)
+    before = path.lstat()
+    assert mistake(path) == "--listen: got unix:PATH (not a socket), want a path to listen on"
+    assert path.lstat() == before
+    for wrong in (path.parent / "none" / "socket", path.parent / ("x" * 200)):
+        assert mistake(wrong).startswith("--listen: got unix:PATH (")
+
+
+def test_the_program_prints_its_addresses_and_removes_its_socket(start: Start, path: Path) -> None:
+    server = start("--listen", "127.0.0.1:0", "--listen", f"unix:{path}")
+    assert server.process.stdout is not None
+    assert server.process.stdout.readline() == f"mmpos_server listening on unix:{path}\n"
+    with Client(f"unix:{path}") as client:
+        assert client.healthy()
+    server.process.terminate()
+    assert server.end()[0] == 0
+    assert not path.exists()

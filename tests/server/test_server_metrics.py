@@ -142,12 +142,12 @@ def test_overload_fires_the_alerts_of_lag_and_refusals() -> None:
         time.sleep(0.2)
 
     with started(config, methods=[place_method(hold)]) as (server, address), grpc.insecure_channel(address) as channel:
+        place: Any = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
 
         def value(name: str, **labels: str) -> float:
             return server.metrics.registry.get_sample_value(name, labels) or 0.0
 
-        def call() -> None:
-            place: Any = channel.unary_unary("/mmpos.rpc.v1.PositionService/Place")
+        def load_server() -> None:
             while not ended.is_set():
                 with suppress(grpc.RpcError):
                     place(raw)
@@ -159,9 +159,7 @@ def test_overload_fires_the_alerts_of_lag_and_refusals() -> None:
 
         assert not fires()
         with ThreadPoolExecutor(8) as callers:
-            calls = [callers.submit(call) for _ in range(8)]
+            calls = [callers.submit(load_server) for _ in range(8)]
             fired = eventually(fires)
             ended.set()
-        assert fired
-        for done in calls:
-            done.result()
+        assert [fired, *(done.result() for done in calls)] == [True, *[None] * 8]

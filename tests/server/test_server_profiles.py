@@ -1,4 +1,4 @@
-"""Test profiles that are read from the folder of a model: their sequences match the model's own processor."""
+"""Test profiles that are read from the folder of a model, and schemes of the user's own, which settings name."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 from chat_tokenizer import QWENS, chat_tokenizer
-from qwen_processors import NAMES, config_of, processor_of
-from tolerance import assert_within, normalised
+from qwen_processors import NAMES
+from server_program import Start
 
+from mmpos.client import Client, InputIds
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Rotary
-from mmpos.schemes import MRopeQwen3, MRopeTransformers, RopeTie, Scheme
+from mmpos.schemes import RopeTie
+from mmpos.segments import Grid, Placeholders, SegmentTable, Text
 from mmpos.sequence.builder import MarkerIds, Markers
-from mmpos_server.config import Profile, Profiles, load
+from mmpos_server.config import Profile, Profiles, ServerConfig, load
 
 PAGE = Path(__file__).parents[2] / "docs" / "service-operation.md"
 CONFIG = {
@@ -62,32 +59,6 @@ def profile(folder: Path, text: str) -> Profile:
     """Return the default profile of a settings file in this folder."""
     (folder / "mmpos.toml").write_text(text)
     return Profiles.from_config(load(folder / "mmpos.toml")).get(None)
-
-
-@pytest.mark.parametrize(("model", "scheme"), [("qwen2_vl", MRopeTransformers()), ("qwen3_vl", MRopeQwen3())])
-def test_sequences_of_a_model_folder_profile_match_the_model_processor(
-    tmp_path: Path, model: str, scheme: Scheme
-) -> None:
-    config_of(model).save_pretrained(tmp_path / "model")
-    theirs = processor_of(model)
-    theirs.save_pretrained(tmp_path / "model")
-    builder = profile(tmp_path, '[profiles.a]\nmodel = "model"\nimages = { backend = "torchvision" }\n').builder
-    photo = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
-    want: Any = theirs(
-        text=["A cat looks" + "".join(QWENS[:1] + QWENS[2:3] + QWENS[1:2]) + " at you"],
-        images=[photo],
-        add_special_tokens=False,
-        return_tensors="np",
-    )
-    sequence, images = builder.build(["A cat looks", photo, " at you"]), builder.images
-    assert sequence.input_ids.tolist() == want["input_ids"][0].tolist()
-    assert (sequence.grid_thw * [1, 2, 2]).tolist() == want["image_grid_thw"].tolist()
-    assert images is not None
-    assert sequence.patches is not None
-    got = images.pixel_values(sequence.patches)
-    assert got.shape == want["pixel_values"].shape
-    assert_within(got.reshape(-1), want["pixel_values"].reshape(-1), normalised(images.mean, images.std))
-    assert builder.scheme == scheme
 
 
 def test_the_explicit_profile_on_the_page_equals_the_one_read_from_the_folder(folder: Path) -> None:
@@ -140,3 +111,108 @@ def test_an_error_names_the_unusable_file(folder: Path, path: str, content: str 
     with pytest.raises(InvalidInputError) as raised:
         profile(folder, '[profiles.a]\nmodel = "model"\n')
     assert str(raised.value).startswith(f"{folder}/mmpos.toml: profiles.a.{message.format(model=folder / 'model')}")
+
+
+# Schemes of the user's own
+
+MODULE = '''
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmpos.schemes import Flatten, Placement, Scheme
+
+
+@dataclass(frozen=True)
+class DiagonalTie(Scheme):
+    """Rows and columns that move down and to the right by the step."""
+
+    name = "diagonal-tie"
+    axes = 2
+    step: int = 1
+
+    def advance(self, grids):
+        return self.step * (grids.height + grids.width)
+
+    def place(self, grids, cursor):
+        return Placement([cursor, cursor], step_row=[self.step, self.step], step_col=[0, self.step])
+
+
+class Plain(DiagonalTie):
+    """The same ids, from the plan that C applies."""
+
+    name = "plain-tie"
+    linear_in = ("cursor",)
+
+
+class Taken(Flatten):
+    """A scheme with the name of another."""
+
+
+class NeedsWidth(Plain):
+    name = "needs-width"
+
+    def __init__(self, width):
+        pass
+
+
+WIDE = DiagonalTie(step=2)
+'''
+SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
+IDS = [[0, 1, 2, 3, 3, 3, 4, 4, 4, 8, 9], [0, 1, 2, 3, 4, 5, 4, 5, 6, 8, 9]]
+SETTINGS = """
+schemes = ["served_schemes:DiagonalTie", "served_schemes:Plain"]
+[profiles.default]
+[profiles.wide]
+scheme = { name = "diagonal-tie", step = 2 }
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the user's module, and return its folder."""
+    (tmp_path / "served_schemes.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_workers_serve_a_scheme_of_the_users_own_like_any_other(start: Start, module: Path) -> None:
+    (module / "mmpos.toml").write_text(SETTINGS)
+    server = start("--config", str(module / "mmpos.toml"), "--workers", "2")
+    with Client(server.address, timeout=60) as client:
+        for scheme in ("diagonal-tie", "plain-tie"):
+            placed = client.place(SEGMENTS, scheme)
+            assert (placed.dense().tolist(), placed.scheme, placed.next_positions.tolist()) == (IDS, scheme, [10])
+        ids = InputIds([1, 1, 1, *[5] * 6, 1, 1], Placeholders(image=5), [[1, 2, 3]])
+        assert client.place(ids, "diagonal-tie").dense().tolist() == IDS
+        assert client.build(["abc", Grid(2, 3), "d"], scheme="diagonal-tie").positions.dense().tolist() == [
+            [0, 1, 2, 3, 4, 4, 4, 5, 5, 5, 9, 10],
+            [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 9, 10],
+        ]
+        assert client.place(SEGMENTS).scheme == "rope-tie"
+        wide = client.with_options(profile="wide").place(SEGMENTS)
+        assert wide.dense().tolist() == [[0, 1, 2, 3, 3, 3, 5, 5, 5, 13, 14], [0, 1, 2, 3, 5, 7, 5, 7, 9, 13, 14]]
+        known = {scheme.name: scheme for scheme in client.info().schemes}
+        assert (known["plain-tie"].axes, [*known["plain-tie"].parameters]) == (2, [])
+        with pytest.raises(InvalidInputError, match=r"^scheme: got 'mine', want .* omnigen2, diagonal-tie, plain-tie$"):
+            client.place(SEGMENTS, "mine")
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("served_schemes", "has no attribute ''"),
+        ("nowhere:Own", "No module named 'nowhere'"),
+        ("served_schemes:NeedsWidth", "missing 1 required positional argument: 'width'"),
+        ("served_schemes:WIDE", ", an object with parameters, want its class"),
+        ("pathlib:Path", ", which is PosixPath, want a Scheme"),
+        ("served_schemes:Taken", "but the name 'flatten' is already taken"),
+    ],
+)
+def test_a_scheme_that_cannot_be_served_is_refused_by_name(module: Path, path: str, problem: str) -> None:
+    config = ServerConfig.read(f'schemes = ["served_schemes:Plain", "{path}"]', module / "mmpos.toml")
+    with pytest.raises(InvalidInputError) as raised:
+        Profiles.from_config(config)
+    message = str(raised.value)
+    assert re.match(re.escape(f"{module / 'mmpos.toml'}: schemes[1]: got '{path}'"), message)
+    assert problem in message

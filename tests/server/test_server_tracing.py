@@ -1,4 +1,4 @@
-"""Test traces through OpenTelemetry's own instrumentation of grpc.aio: of calls, streams and the program."""
+"""Test traces through OpenTelemetry's own instrumentation of grpc: of the server, of both clients and the program."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
-from opentelemetry.instrumentation.grpc import GrpcAioInstrumentorServer
+from clients import open_client
+from fake_server import Fake
+from fake_server import serving as serving_fake
+from opentelemetry import trace
+from opentelemetry.instrumentation.grpc import (
+    GrpcAioInstrumentorClient,
+    GrpcAioInstrumentorServer,
+    GrpcInstrumentorClient,
+)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -20,22 +29,49 @@ from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, Serve, query
 from waiting import eventually
 
 import mmpos
-from mmpos.client import Client
+from mmpos.client import Client, PositionsQuery
 from mmpos.rpc.v1 import positions_pb2 as pb
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 METADATA = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
 
 
-@pytest.fixture
-def exporter() -> Iterator[InMemorySpanExporter]:
-    """Instrument the servers of a test, and yield their spans."""
+@contextmanager
+def traced(monkeypatch: pytest.MonkeyPatch, *kinds: Any) -> Iterator[InMemorySpanExporter]:
+    """Instrument servers or clients, and yield their spans."""
     result, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(result))
-    instrumentor: Any = GrpcAioInstrumentorServer
-    instrumentor().instrument(tracer_provider=provider)
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    for kind in kinds:
+        kind().instrument()
     yield result
-    instrumentor().uninstrument()
+    for kind in kinds:
+        kind().uninstrument()
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Instrument the servers of a test, and yield their spans."""
+    with traced(monkeypatch, GrpcAioInstrumentorServer) as spans:
+        yield spans
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_calls_and_streams_are_spans_whose_context_the_server_receives(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, segments = Fake(), mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
+    with (
+        traced(monkeypatch, GrpcInstrumentorClient, GrpcAioInstrumentorClient) as exporter,
+        serving_fake(fake) as address,
+        open_client(kind, address) as client,
+    ):
+        client.place(segments)
+        assert len(list(client.stream([PositionsQuery(segments)] * 20))) == 20
+    received = [str(dict(metadata)["traceparent"]).split("-")[1:3] for metadata in fake.metadata]
+    spans = exporter.get_finished_spans()
+    assert [span.name.rpartition("/")[2] for span in spans] == ["Place", "StreamPlace"]
+    assert received == [[f"{s.context.trace_id:032x}", f"{s.context.span_id:016x}"] for s in spans if s.context]
 
 
 def test_each_call_and_stream_is_a_span_in_its_callers_trace(serve: Serve, exporter: InMemorySpanExporter) -> None:

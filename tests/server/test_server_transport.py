@@ -6,11 +6,8 @@ import random
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-import grpc
 import pytest
 from grpc_calls import Stream, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -31,15 +28,10 @@ REFLECTIONS = (REFLECTION, REFLECTION.replace("v1alpha", "v1"))
 def test_a_path_that_is_not_utf8_does_not_stop_the_server(serve: Serve) -> None:
     address = serve().address
     with Connection(address) as connection:
-        paths: list[bytes | str] = [b"/\xff", f"{SERVICE}/None", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"]
-        assert [status_of(connection, path, REQUEST) for path in paths] == [
-            "UNKNOWN",
-            "UNIMPLEMENTED",
-            "UNKNOWN",
-            "UNKNOWN",
-        ]
-        assert status_of(connection, b"", REQUEST) == "UNIMPLEMENTED"
-        assert status_of(connection, PLACE, REQUEST) == "OK"
+        for path in (b"/\xff", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"):
+            assert status_of(connection, path, REQUEST) == "UNKNOWN"
+        statuses = [status_of(connection, path, REQUEST) for path in (f"{SERVICE}/None", b"", PLACE)]
+        assert statuses == ["UNIMPLEMENTED", "UNIMPLEMENTED", "OK"]
 
 
 def test_malformed_and_missing_messages_are_invalid_arguments(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -53,32 +45,11 @@ def test_malformed_and_missing_messages_are_invalid_arguments(serve: Serve, capl
     assert caplog.records == []
 
 
-def test_reflection_answers_under_both_its_names(serve: Serve) -> None:
-    with Connection(serve().address) as connection:
-        for path in REFLECTIONS:
-            stream = connection.call(path)
-            connection.send(stream, message(b"\x3a\x00"))  # list_services
-            assert b"grpc.health.v1.Health" in connection.ended(stream)[1]
-
-
-def test_the_log_does_not_contain_values_sent_by_callers(serve: Serve, capfd: pytest.CaptureFixture[str]) -> None:
-    logs = KeptLogs()
-    with Connection(serve(options={"logs": logs}).address) as connection:
-        for _ in range(3):
-            assert status_of(connection, PLACE, REQUEST, (b"authorization", b"Bearer secret\xff")) == "OK"
-            assert status_of(connection, b"/secret\xff", REQUEST, (b"secret", b"secret\xff")) == "UNKNOWN"
-    out, err = capfd.readouterr()
-    assert "secret" not in f"{out}{err}{logs.lines()}"
-
-
 @pytest.mark.parametrize(
     ("encoding", "status", "details"),
     [
         (b"gzip", "UNIMPLEMENTED", b"Compression algorithm 'gzip' is disabled."),
-        (b"deflate", "UNIMPLEMENTED", b"Compression algorithm 'deflate' is disabled."),
-        # gRPC does not know these encodings, and reports INTERNAL.
-        (b"snappy", "INTERNAL", b""),
-        (b"zstd", "INTERNAL", b""),
+        (b"zstd", "INTERNAL", b""),  # gRPC does not know this encoding
     ],
 )
 def test_compressed_requests_are_refused(serve: Serve, encoding: bytes, status: str, details: bytes) -> None:
@@ -87,8 +58,7 @@ def test_compressed_requests_are_refused(serve: Serve, encoding: bytes, status: 
         stream = connection.call(PLACE, (b"grpc-encoding", encoding))
         connection.send(stream, message(bytes(1000), compressed=True))
         code, error = connection.ended(stream)
-    assert (code, details in error) == (status, True)
-    assert server.fake.names == []
+    assert (code, details in error, server.fake.names) == (status, True, [])
 
 
 def test_headers_beyond_the_limit_are_refused_and_reach_no_method(serve: Serve) -> None:
@@ -128,13 +98,15 @@ def test_a_request_that_does_not_arrive_in_time_is_ended_and_logged(
 def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
     with running(grace=600) as address:
         connection = Connection(address)
-        stream = connection.call(PLACE)
+        stream, watch = connection.call(PLACE), connection.call(WATCH)
         connection.send(stream, message(b"half", 1000), end=False)
+        connection.send(watch, message(b""))
         assert status_of(connection, CHECK, message(b"")) == "OK"
         # The server stops without using its grace period of ten minutes, although the client does not even answer
         # GOAWAY.
     with connection:
         assert connection.ended(stream)[0] == "DEADLINE_EXCEEDED"
+        assert connection.ended(watch) == ("OK", message(b"\x08\x01") + message(b"\x08\x02"))  # it stops serving
 
 
 @pytest.mark.parametrize("half", [b"", message(b"half", 1000)])
@@ -186,29 +158,6 @@ def test_a_client_that_does_not_read_an_answer_in_time_loses_its_call(
         stream = connection.call(path)
         connection.send(stream, LARGE_REQUEST if path == PLACE else message(b"\x12" + LARGE_REQUEST[6:]))
         assert connection.closed()
-    assert eventually(lambda: not server.taken())
-
-
-def resident() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def test_a_stream_with_a_malformed_first_item_frees_the_memory_of_the_other_items(serve: Serve) -> None:
-    item = message(b"\xff") + message(bytes(50_000))
-
-    def send_malformed(connection: Connection, count: int) -> None:
-        for _ in range(count):
-            stream = connection.call(STREAM)
-            connection.send(stream, item, end=False)
-            assert connection.ended(stream)[0] == "INVALID_ARGUMENT"
-
-    server = serve()
-    with Connection(server.address) as connection:
-        send_malformed(connection, 100)
-        before = resident()
-        send_malformed(connection, 1000)
-        assert resident() - before < 25_000_000  # half of the bytes sent
     assert eventually(lambda: not server.taken())
 
 
@@ -302,45 +251,33 @@ def test_open_health_and_reflection_streams_are_limited(serve: Serve) -> None:
 # Connections
 
 
-def options(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
-    """Change options of the transport."""
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_allowed_incoming_connections": 3},
+        {"max_connection_idle_ms": 200},
+        {"max_connection_age_ms": 200, "max_connection_age_grace_ms": 200},
+    ],
+    ids=["too many", "idle", "old"],
+)
+def test_connections_are_limited_in_number_rest_and_age(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int]
+) -> None:
     ours = listening.transport_options
 
     def altered(*arguments: Any, **settings: Any) -> list[tuple[str, int]]:
         return [(name, changed.get(name.partition(".")[2], value)) for name, value in ours(*arguments, **settings)]
 
     monkeypatch.setattr(app, "transport_options", altered)
-
-
-def test_connections_beyond_the_limit_are_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    options(monkeypatch, max_allowed_incoming_connections=3)
     address = serve().address
     with Connection(address) as first, Connection(address) as second, Connection(address) as third:
-        assert [status_of(connection, PLACE, REQUEST) for connection in (first, second, third)] == ["OK"] * 3
-        assert closed_at_once(address)
-        assert status_of(first, PLACE, REQUEST) == "OK"
-
-
-def test_an_idle_connection_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    options(monkeypatch, max_connection_idle_ms=200)
-    with Connection(serve().address) as connection:
-        assert status_of(connection, PLACE, REQUEST) == "OK"
-        assert connection.closed()
-
-
-def test_an_old_connection_is_closed_after_a_grace_period(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    options(monkeypatch, max_connection_age_ms=200, max_connection_age_grace_ms=200)
-    with Connection(serve().address) as connection:
-        stream = connection.call(STREAM)
-        connection.send(stream, REQUEST, end=False)
-        assert connection.closed()
-
-
-def test_a_call_cancelled_before_it_is_read_frees_its_slot(serve: Serve) -> None:
-    server, ended = serve(), SimpleQueue[Any]()
-    calls = [server.place.future(query("wait image")) for _ in range(20)]
-    for call in calls:
-        call.add_done_callback(ended.put)
-        call.cancel()
-    assert {ended.get(timeout=60).code() for _ in calls} == {grpc.StatusCode.CANCELLED}
-    assert eventually(lambda: not server.taken())
+        if len(changed) == 2:
+            first.send(first.call(STREAM), REQUEST, end=False)
+        elif "max_connection_idle_ms" in changed:
+            assert status_of(first, PLACE, REQUEST) == "OK"
+        else:
+            assert [status_of(connection, PLACE, REQUEST) for connection in (first, second, third)] == ["OK"] * 3
+            assert closed_at_once(address)
+            assert status_of(first, PLACE, REQUEST) == "OK"
+            return
+        assert first.closed()

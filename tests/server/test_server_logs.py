@@ -50,7 +50,6 @@ with logging_all() as logs:
         1 / 0
     except ZeroDivisionError:
         logging.getLogger("grpc._cython.cygrpc").exception("Invalid encoding on %s", b"secret")
-        logging.getLogger("grpc._cython.cygrpc").exception("ExecuteBatchError raised in core by %s", "Place")
     warnings.warn("deprecated", stacklevel=1)
     thread = threading.Thread(target=lambda: 1 / 0, name="broken")
     thread.start()
@@ -68,8 +67,7 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
         ("info", None, "ours"),
         ("warning", "library", "two"),
         ("warning", None, "a path or metadata is "),
-        ("warning", None, "an answer could not be"),
-        ("warning", "py.warnings", "<string>:21: UserWarni"),
+        ("warning", "py.warnings", "<string>:20: UserWarni"),
         ("error", None, "exception in a thread"),
         ("error", None, "exception ignored"),
         ("error", "asyncio", "Exception in callback "),
@@ -77,7 +75,7 @@ def test_every_line_is_one_json_object_no_matter_which_code_writes_it() -> None:
     assert lines[0].keys() == {"timestamp", "level", "event", "number", "odd"}
     assert (lines[0]["number"], lines[0]["odd"], lines[1]["event"]) == (1, "b'\\xff'", "two\nlines of text")
     errors = ["ZeroDivisionError", "ValueError", "ZeroDivisionError"]
-    assert [line["exception"].splitlines()[-1].partition(":")[0] for line in lines[5:]] == errors
+    assert [line["exception"].splitlines()[-1].partition(":")[0] for line in lines[4:]] == errors
     assert b"secret" not in completed.stderr
 
 

@@ -250,7 +250,7 @@ def test_a_dry_run_requires_neither_an_installed_package_nor_the_extension(tmp_p
     assert "PASSED" in (out / "part-1.log").read_text()
     cases = [case.get("name", "") for case in ElementTree.parse(out / "tests-gpu.xml").getroot().iter("testcase")]
     launches = sorted(name.partition("[")[2].partition(" tokens=")[0] for name in cases if " tokens=" in name)
-    assert launches == ["backward", "cached", "rerotate", "rotate", "store"]
+    assert launches == ["backward", "cached", "dense", "rerotate", "rotate", "store"]
     assert len({name.partition("[")[0] for name in cases}) == len(cases) - len(launches) + 1
     ran = re.search(r"\n- tests/gpu: a dry run runs (\d+) of (\d+) tests, one of each kind, and none of ", done.stdout)
     assert ran is not None

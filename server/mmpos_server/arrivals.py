@@ -122,7 +122,7 @@ class Places:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self.leave(client)
-            else:
+            elif (client, turn) in self._waiting:
                 self._waiting.remove((client, turn))
             raise
 
@@ -137,8 +137,9 @@ class Places:
             if not self.free(following[0]):
                 return
             self._waiting.remove(following)
-            self.add(following[0])
-            following[1].set_result(None)
+            if not following[1].cancelled():  # its task has been cancelled, but has not run since
+                self.add(following[0])
+                following[1].set_result(None)
 
 
 @dataclass(eq=False, slots=True)

@@ -124,6 +124,20 @@ def test_a_client_that_gives_up_waiting_leaves_no_place_behind() -> None:
     run(scenario())
 
 
+def test_a_place_that_is_left_when_a_waiting_call_is_cancelled_goes_to_the_next() -> None:
+    async def scenario() -> None:
+        places = Places("slots", 1)
+        await places.wait("a")
+        first, second = asyncio.create_task(places.wait("b")), asyncio.create_task(places.wait("c"))
+        await asyncio.sleep(0)
+        first.cancel()
+        places.leave("a")  # before the cancelled call runs
+        await second
+        assert (first.done(), places.taken, places.wanted) == (True, 1, False)
+
+    run(scenario())
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_no_more_places_are_taken_than_exist_and_none_stays_free_while_one_waits(steps: list[tuple[str, bool]]) -> None:
     async def scenario() -> None:

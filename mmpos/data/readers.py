@@ -140,7 +140,7 @@ class JsonlReader(FileReader):
 
     def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records; reading continues after an invalid line, and ends at corrupt compressed data."""
-        index = 0
+        index, broken = 0, _BROKEN  # names of modules are gone when the interpreter ends
         try:
             with open_file(self.path) as packed, _unpacked(base_name(self.path), packed) as file:
                 while line := file.readline():
@@ -148,7 +148,7 @@ class JsonlReader(FileReader):
                         here = Location(self.path, index)
                         yield here, _parsed(line, here)
                     index += 1
-        except (OSError, EOFError, zlib.error) as error:
+        except broken as error:
             yield from self.lost(error, index, start, step)
 
 
@@ -340,7 +340,7 @@ class TarReader(FileReader):
 
     def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Read records."""
-        index = 0
+        index, broken = 0, _BROKEN  # names of modules are gone when the interpreter ends
         with open_file(self.path) as packed:
             archive = _Archive(packed)
             try:
@@ -352,7 +352,7 @@ class TarReader(FileReader):
                         yield here, record
                     index += 1
                 archive.check_rest()
-            except _BROKEN as error:
+            except broken as error:
                 yield from self.lost(archive.placed(error), index, start, step)
 
 

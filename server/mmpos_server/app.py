@@ -49,7 +49,7 @@ class Server:
     Args:
         config: settings of the server.
         listen: addresses to listen on, TLS and tokens.
-        logs: log of the server; with None, only errors are written.
+        logs: log of the server; with None, failed calls and errors are written to stderr.
         rotations: whether to serve rotations, for which the constructor imports torch.
         methods: the methods to serve; None serves every service of mmpos.
         failed: function that receives the reason when the server no longer answers calls, which should end the process;

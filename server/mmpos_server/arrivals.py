@@ -144,7 +144,7 @@ class Places:
 
 @dataclass(eq=False, slots=True)
 class _Message:
-    """A message that arrives, or an answer that is sent.
+    """A message that arrives.
 
     Args:
         client: the other side.
@@ -201,7 +201,7 @@ class Arrivals:
         self._arriving: dict[asyncio.Task[Any], _Message] = {}  # oldest first
         self._sending: dict[asyncio.Task[Any], _Answer] = {}
         self.lag = 0.0
-        """Seconds that the server's last call to itself took."""
+        """Seconds that each of the server's last two calls to itself took at least."""
         self.draining = False
         """Whether the server is about to stop."""
         self.running = 0

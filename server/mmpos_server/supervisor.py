@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from math import inf
 from multiprocessing.connection import wait
@@ -53,8 +53,7 @@ def supervise(flags: Flags) -> NoReturn:
         try:
             supervisor.run()
         except BaseException as error:
-            for process in supervisor.processes:
-                process.kill()
+            supervisor.send(signal.SIGKILL)
             if isinstance(error, MmposError):
                 raise
             logs.error("supervisor failed", error)
@@ -88,6 +87,11 @@ class _Supervisor:
     def processes(self) -> list[Any]:
         return [process for process in [worker.process for worker in self._workers] if process]
 
+    def send(self, number: int) -> None:
+        for process in self.processes:  # by pid: Process sends none if the process that forked the worker has ended
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
     def is_live(self) -> bool:
         return monotonic() - self._step < 5.0
 
@@ -110,27 +114,23 @@ class _Supervisor:
             pipes = {worker.pipe: worker for worker in self._workers if worker.process}
             for pipe in wait(list(pipes), 0.1):
                 self._receive(pipes[pipe])
-            while signals:  # a second one ends the workers at once, and so does one before they answer calls
+            while signals and signals.pop():  # a second ends the workers at once, and so does one before they serve
                 if self._ends == inf:
                     self._ends = monotonic() + END_SECONDS
                     notify("STOPPING=1")
-                signals.pop()
-                for process in self.processes:
-                    process.terminate()
-            for process in self.processes if self._step > self._ends else ():
-                process.kill()
+                self.send(signal.SIGTERM)
+            if self._step > self._ends:
+                self.send(signal.SIGKILL)
 
     def _receive(self, worker: _Worker) -> None:
         try:
             failure = worker.pipe.recv()
         except (EOFError, OSError):
-            self._ended(worker)
-            return
+            return self._ended(worker)
+        if failure and not worker.served:  # another process would fail, too
+            raise InvalidInputError(failure)
         if failure:
-            if not worker.served:  # another process would fail, too
-                raise InvalidInputError(failure)
-            self._logs.error("worker cannot start", worker=worker.number, reason=failure)
-            return
+            return self._logs.error("worker cannot start", worker=worker.number, reason=failure)
         first, worker.served, worker.missing = not worker.served, True, inf
         self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)
         if first and all(other.served for other in self._workers):

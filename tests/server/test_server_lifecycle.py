@@ -289,6 +289,19 @@ def test_workers_end_without_an_error_or_a_metrics_folder_when_their_supervisor_
     assert list(tmp_path.glob("mmpos-metrics-*")) == []
 
 
+def test_workers_drain_although_the_process_that_forked_them_has_ended(start: Start) -> None:
+    server = start("--workers", "2")
+    workers = server.workers
+    forking = next(pid for pid in descendants(server.process.pid) if set(workers) <= set(descendants(pid)))
+    os.kill(forking, signal.SIGKILL)
+    os.kill(workers[0], signal.SIGKILL)
+    assert eventually(lambda: [line["event"] for line in server.lines()].count("worker serves") == 3)
+    server.process.terminate()
+    code, lines = server.end()
+    assert (code, [line["event"] for line in lines].count("stopped")) == (0, 2)
+    assert not any(map(alive, workers))
+
+
 # Unix sockets
 
 

@@ -49,7 +49,7 @@ with logging_all() as logs:
     try:
         1 / 0
     except ZeroDivisionError:
-        logging.getLogger("grpc._cython.cygrpc").exception("Invalid encoding on %s", b"secret")
+        logging.getLogger("grpc").exception("Invalid encoding on %s", b"secret")
     warnings.warn("deprecated", stacklevel=1)
     thread = threading.Thread(target=lambda: 1 / 0, name="broken")
     thread.start()

@@ -135,16 +135,17 @@ class _Supervisor:
         self._logs.info("worker serves", worker=worker.number, process=worker.process.pid)
         if first and all(other.served for other in self._workers):
             announce(self._listen, self._logs, [address(self._listen.host, self._listen.port)])
+        return None
 
     def _ended(self, worker: _Worker) -> None:
         worker.process.join()
         worker.pipe.close()
         code, worker.process = worker.process.exitcode, None
         mark_process_dead(worker.number)  # type: ignore[no-untyped-call]
-        if self._ends < inf:
-            self.status = CUT_OFF if code == CUT_OFF else self.status
-            return
-        self._logs.error("worker died", worker=worker.number, exit_code=code)
-        if not worker.served:
-            raise InvalidInputError("--workers: a worker could not start; its error is above")
-        worker.missing, worker.due = min(worker.missing, monotonic()), monotonic() + PAUSE_SECONDS
+        if self._ends == inf:
+            self._logs.error("worker died", worker=worker.number, exit_code=code)
+            if not worker.served:
+                raise InvalidInputError("--workers: a worker could not start; its error is above")
+            worker.missing, worker.due = min(worker.missing, monotonic()), monotonic() + PAUSE_SECONDS
+        elif code == CUT_OFF:
+            self.status = CUT_OFF

@@ -78,13 +78,12 @@ def table(head: str, rows: list[str]) -> str:
 
 
 def names() -> str:
-    """Write a row for each model type in Transformers, in order of class name."""
-    rows = []
-    for model, (name, *checkpoint) in json.loads(NAMES.read_text(encoding="utf-8")).items():
-        spelled = re.sub(r"(?<=\d)_(?=\d)", ".", name).replace("_", "-")
+    """Write the model types of each scheme, each with a checkpoint, or with its class if no checkpoint is known."""
+    types: dict[str, list[str]] = {}
+    for model, (name, *checkpoint) in sorted(json.loads(NAMES.read_text(encoding="utf-8")).items()):
         scheme = schemes(model) if model in MODEL_TYPES else "refused"
-        rows.append(f"| {spelled} | {''.join(checkpoint)} | `{model}` | {scheme} |")
-    return table("model | checkpoint | model_type | scheme", sorted(rows, key=str.lower))
+        types.setdefault(scheme, []).append(f"`{model}` ({''.join(checkpoint) or name.replace('_', '-')})")
+    return "".join(f"- **{scheme}**: {', '.join(types[scheme])}.\n" for scheme in sorted(types))
 
 
 GROUPED: Mapping[str, tuple[str, Iterable[str], Callable[[str], str]]] = {

@@ -91,7 +91,6 @@ GROUPED: Mapping[str, tuple[str, Iterable[str], Callable[[str], str]]] = {
     "encoders": ("vision encoder | patches | axes of a head | notes", ENCODERS, encoder),
     "refused": ("", UNSUPPORTED_TYPES, UNSUPPORTED_TYPES.__getitem__),
     "refused encoders": ("", sorted(UNSUPPORTED_ENCODERS), UNSUPPORTED_ENCODERS.__getitem__),
-    "rotations": ("", sorted(OTHER_ROTATIONS), OTHER_ROTATIONS.__getitem__),
 }
 """The head of each table, or nothing for a list; its names; and the text of a name, shared by several names."""
 

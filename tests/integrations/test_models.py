@@ -35,7 +35,7 @@ import mmpos
 import mmpos.rotary
 from mmpos import InvalidInputError
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
-from mmpos.rotary.hf_models import ENCODERS, MODELS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS
+from mmpos.rotary.hf_models import ENCODERS, MODELS, UNSUPPORTED_ENCODERS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 
@@ -114,7 +114,6 @@ def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> 
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row)) == sorted(ENCODERS)
     assert sorted(written["refused encoders"]) == sorted(UNSUPPORTED_ENCODERS)
     assert sorted(written["refused"]) == sorted(UNSUPPORTED_TYPES)
-    assert sorted(written["rotations"]) == sorted(OTHER_ROTATIONS)
 
 
 def test_seconds_per_frame_are_passed_to_the_scheme() -> None:

@@ -80,9 +80,9 @@ def table(head: str, rows: list[str]) -> str:
 def names() -> str:
     """Write the model types of each scheme, each with a checkpoint, or with its class if no checkpoint is known."""
     types: dict[str, list[str]] = {}
-    for model, (name, *checkpoint) in sorted(json.loads(NAMES.read_text(encoding="utf-8")).items()):
-        scheme = schemes(model) if model in MODEL_TYPES else "refused"
-        types.setdefault(scheme, []).append(f"`{model}` ({''.join(checkpoint) or name.replace('_', '-')})")
+    known = json.loads(NAMES.read_text(encoding="utf-8"))
+    for model, (name, *checkpoint) in sorted((model, known[model]) for model in known if model in MODEL_TYPES):
+        types.setdefault(schemes(model), []).append(f"`{model}` ({''.join(checkpoint) or name.replace('_', '-')})")
     return "".join(f"- **{scheme}**: {', '.join(types[scheme])}.\n" for scheme in sorted(types))
 
 

@@ -106,7 +106,7 @@ def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> 
         allocation = "its own" if isinstance(rotary.allocation, tuple) else rotary.allocation
         assert fill_tables.rotation(model) == f"{rotary.axes} axes, {allocation}, {rotary.pairing}"
     listed = sorted(re.findall(r"`([^`]+)` \(", fill_tables.names()))
-    assert listed == sorted({*MODEL_TYPES, *UNSUPPORTED_TYPES} - {"hunyuan_image_3_moe"})
+    assert listed == sorted({*MODEL_TYPES} - {"hunyuan_image_3_moe"})
     written = {name: re.findall("`([^`]+)`", fill_tables.models(name)) for name in fill_tables.GROUPED}
     rows = fill_tables.models("supported").splitlines()[2:]
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split(" | ")[0])) == sorted(MODEL_TYPES)

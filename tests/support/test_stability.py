@@ -22,8 +22,8 @@ from mmpos.segments import Audio, Clip, Thumbnail, Tile
 GOLDEN = Path(__file__).parents[1] / "golden" / "stability"
 STORED = "memory://stability/sequences.parquet"
 KEYS = ["pixels", "sizes", "text", "separators"]
-VIDEO = [Text(3), Grid(2, 3, frames=2, seconds_per_frame=Fraction(1, 3)), Audio(2)]
-KINDS = [VIDEO, [Text(1), Clip(1, 1, frames=3, audio=20, seconds_per_frame=Fraction(2, 3)), Text(1)]]
+VIDEO: list[Any] = [Text(3), Grid(2, 3, frames=2, seconds_per_frame=Fraction(1, 3)), Audio(2)]
+KINDS: list[Any] = [VIDEO, [Text(1), Clip(1, 1, frames=3, audio=20, seconds_per_frame=Fraction(2, 3)), Text(1)]]
 
 
 def positions() -> mmpos.PositionTable:
@@ -34,8 +34,9 @@ def examples() -> list[Any]:
     tokenizer = mmpos.ByteTokenizer(("[IMG]", "[/IMG]", "[PATCH]", "[ROW]"))
     images = mmpos.ImageProcessor("pillow", patch_size=2, min_pixels=16)
     photo = np.arange(96, dtype=np.uint8).reshape(4, 8, 3)
+    documents: list[list[object]] = [["a", photo], [Grid(2, 3), "b"], ["é"], ["a", Grid(2, 1)]]
     built = []
-    for key, parts in zip(KEYS, (["a", photo], [Grid(2, 3), "b"], ["é"], ["a", Grid(2, 1)]), strict=True):
+    for key, parts in zip(KEYS, documents, strict=True):
         markers = mmpos.Markers(row="[ROW]" if key == "separators" else None)
         sequence = mmpos.SequenceBuilder(tokenizer, images, scheme="rope-tie-v2", markers=markers).build(parts)
         built.append(data.Example(key, sequence, sequence.input_ids))
@@ -60,9 +61,8 @@ def messages() -> dict[str, Any]:
 
     query, table, sequence = positions_pb2.PositionsQuery(), table_pb2.PositionTable(), sequences_pb2.Sequence()
     views, dense = (mmpos.client.Decode(2), mmpos.client.Window([0], [1], [9])), mmpos.client.Dense(axes=(0, 0, 1))
-    put_query(
-        query, mmpos.client.PositionsQuery(SegmentTable.from_documents(KINDS), "tmrope", 7, views=views, dense=dense)
-    )
+    source = SegmentTable.from_documents(KINDS)
+    put_query(query, mmpos.client.PositionsQuery(source, "tmrope", 7, views=views, dense=dense))
     put_table(table, positions())
     put_sequence(sequence, examples()[0].sequence)
     return {"query": query, "table": table, "sequence": sequence}

@@ -78,13 +78,12 @@ def table(head: str, rows: list[str]) -> str:
 
 
 def names() -> str:
-    """Write a row for each model type in Transformers, in order of class name."""
-    rows = []
-    for model, (name, *checkpoint) in json.loads(NAMES.read_text(encoding="utf-8")).items():
-        spelled = re.sub(r"(?<=\d)_(?=\d)", ".", name).replace("_", "-")
-        scheme = schemes(model) if model in MODEL_TYPES else "refused"
-        rows.append(f"| {spelled} | {''.join(checkpoint)} | `{model}` | {scheme} |")
-    return table("model | checkpoint | model_type | scheme", sorted(rows, key=str.lower))
+    """Write the model types of each scheme, each with a checkpoint, or with its class if no checkpoint is known."""
+    types: dict[str, list[str]] = {}
+    known = json.loads(NAMES.read_text(encoding="utf-8"))
+    for model, (name, *checkpoint) in sorted((model, known[model]) for model in known if model in MODEL_TYPES):
+        types.setdefault(schemes(model), []).append(f"`{model}` ({''.join(checkpoint) or name.replace('_', '-')})")
+    return "".join(f"- **{scheme}**: {', '.join(types[scheme])}.\n" for scheme in sorted(types))
 
 
 GROUPED: Mapping[str, tuple[str, Iterable[str], Callable[[str], str]]] = {
@@ -92,7 +91,6 @@ GROUPED: Mapping[str, tuple[str, Iterable[str], Callable[[str], str]]] = {
     "encoders": ("vision encoder | patches | axes of a head | notes", ENCODERS, encoder),
     "refused": ("", UNSUPPORTED_TYPES, UNSUPPORTED_TYPES.__getitem__),
     "refused encoders": ("", sorted(UNSUPPORTED_ENCODERS), UNSUPPORTED_ENCODERS.__getitem__),
-    "rotations": ("", sorted(OTHER_ROTATIONS), OTHER_ROTATIONS.__getitem__),
 }
 """The head of each table, or nothing for a list; its names; and the text of a name, shared by several names."""
 

@@ -74,6 +74,8 @@ class SuiteReport:
     missing: dict[str, str] = field(default_factory=dict)  # reason for each missing peer
     interrupted: bool = False  # whether Ctrl-C ended the run before the last comparison
     failed: dict[str, str] = field(default_factory=dict)  # errors after which the run continued, by name
+    date: str = ""  # day of the run, as YYYY-MM-DD
+    code: str = ""  # hash of the code that was measured, from `mmpos_bench.measured.code_of`
 
     def group(self, name: str) -> tuple[Measurement, ...]:
         """Return the measurements of a group."""
@@ -111,8 +113,8 @@ def json_with_rows(content: Mapping[str, object]) -> str:
 
 
 def _report_text(report: SuiteReport) -> str:
-    omitted = {"interrupted": False, "failed": {}, "machine": report.machine, "measurements": report.measurements}
-    head = {name: value for name, value in vars(report).items() if omitted.get(name) != value}
+    head = {name: value for name, value in vars(report).items() if value and name not in ("machine", "measurements")}
+    head["quick"] = report.quick
     rows = [_row(measurement) for measurement in report.measurements]
     return json_with_rows(head | {"machine": asdict(report.machine), "measurements": rows})
 
@@ -153,12 +155,12 @@ def markdown(rows: Rows) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def to_markdown(measurements: Sequence[Measurement]) -> str:
+def to_markdown(measurements: Sequence[Measurement], *, parts: bool = True) -> str:
     """Write a table with one row per comparison and one column per contestant and per fact.
 
-    Each time is also given as a multiple of the limit or of our time.
+    Each time is also given as a multiple of the limit or of our time. Without ``parts``, this role is left out.
     """
-    roles = {e.name: e.role for m in measurements for e in m.entries}
+    roles = {e.name: e.role for m in measurements for e in m.entries if parts or e.role != "part"}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""
     multiples = {"ours": of_limit, "part": of_limit, "peer": f" (× {ours})", "limit": " (limit)"}

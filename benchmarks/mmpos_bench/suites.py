@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import TypeVar
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 from mmpos_bench.machine import MALLOCS, set_malloc, stamp
+from mmpos_bench.measured import code_of
 from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Measurement, SuiteReport, Timed
 from mmpos_bench.timing import Budget, Call, Tick, Timer, compare
@@ -195,4 +197,5 @@ def run(
         interrupted = True
     if not measurements:
         raise InvalidInputError(f"only: got {only!r}, want part of a case's name")
-    return SuiteReport(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)
+    report = SuiteReport(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)
+    return replace(report, date=date.today().isoformat(), code=code_of(suite))

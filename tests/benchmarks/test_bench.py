@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from importlib import import_module
 from io import StringIO
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import fill_tables
 import numpy as np
 import pytest
 from fill_tables import PAGES, filled_in
@@ -26,9 +28,10 @@ from mmpos.cli import app
 from mmpos.support.checks import IntArray
 from mmpos_bench.command import print_report
 from mmpos_bench.machine import Machine, stamp
+from mmpos_bench.measured import MEASURED, ROOT, code_of
 from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Measurement, SuiteReport, Timed, from_json, to_json, to_markdown
-from mmpos_bench.suites import Comparison, Lineup, SuiteOptions, giving, limit, run
+from mmpos_bench.suites import SUITES, Comparison, Lineup, SuiteOptions, giving, limit, run
 from mmpos_bench.timing import Budget, Timing, compare
 
 MACHINE = Machine(
@@ -203,6 +206,7 @@ def test_a_suite_runs_only_the_selected_cases_and_reports_progress() -> None:
     timed = [(e.name, e.role, e.timing.turns) for e in measured.entries]
     assert timed == [("fill", "limit", 2), ("dense(out=)", "ours", 2)]
     assert (report.suite, report.quick, report.missing) == ("positions", True, {})
+    assert (report.date, report.code) == (date.today().isoformat(), code_of("positions"))
     assert report.command == "mmpos bench positions --quick --malloc default --only 'float64: d'"
     with pytest.raises(InvalidInputError, match="only: got 'nothing such', want part of a case's name"):
         run("positions", quick=True, only="nothing such")
@@ -288,6 +292,49 @@ def test_tables_on_pages_match_the_recorded_figures(page: Path) -> None:
 
 
 def test_a_table_without_figures_is_refused() -> None:
-    with pytest.raises(SystemExit, match="abacus; positions; default; ids: found no such figures"):
-        filled_in("<!-- bench: abacus; positions; default; ids -->\n<!-- /bench -->")
+    with pytest.raises(SystemExit, match="abacus; ids: found no such figures"):
+        filled_in("<!-- bench: abacus; ids -->\n<!-- /bench -->")
     assert PAGES[1].read_text(encoding="utf-8").count("<!-- bench: ") >= 5
+
+
+def test_every_measured_name_exists_and_every_suite_has_a_hash() -> None:
+    assert {*MEASURED} == {*SUITES}
+    assert [name for names in MEASURED.values() for name in names if not [*ROOT.glob(name)]] == []
+    assert len({code_of(suite) for suite in SUITES}) == len(SUITES)
+
+
+def test_the_hash_of_a_suite_changes_with_the_code_but_not_with_names_and_white_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmpos_bench.measured.ROOT", tmp_path)
+    assert code_of("images") == ""
+    folder = tmp_path / "mmpos/images/deep"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("x = 1\n")
+    (folder / "b.py").write_text("y = 2\n")
+    (folder / "a.pyc").write_bytes(b"\xff")
+    before = code_of("images")
+    (folder / "a.py").rename(folder.parent / "c.py")
+    (folder / "b.py").write_text("y  =  2\n\n")
+    assert code_of("images") == before != ""
+    (folder / "b.py").write_text("y = 3\n")
+    assert code_of("images") != before
+
+
+def test_a_table_says_when_and_where_it_was_recorded_and_whether_the_code_has_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill_tables, "RESULTS", tmp_path)
+    part = replace(MEASUREMENT, entries=MEASUREMENT.entries[:3])
+    report = replace(REPORT, measurements=(part,), date="2026-11-29", code=code_of("positions"))
+    table = (
+        "|  | fill (limit) | mmpos (× limit) |\n| --- | ---: | ---: |\n| a: one | 2.00 µs | 3.00 µs (1.50×) |\n\n"
+        "2026-11-29, abc, AMD EPYC, 2 cores, load 0.5"
+    )
+    for code, age in ((report.code, ""), ("other", ", **before later changes**")):
+        (tmp_path / "positions.json").write_text(to_json([replace(report, code=code)]))
+        page = "<!-- bench: positions; ids -->\n{}<!-- /bench -->\n"
+        assert filled_in(page.format("old\n")) == page.format(f"{table}{age}.\n")
+    (tmp_path / "positions.json").write_text(to_json([replace(report, quick=True)]))
+    with pytest.raises(SystemExit, match="positions; ids: found no such figures"):
+        filled_in("<!-- bench: positions; ids -->\n<!-- /bench -->")

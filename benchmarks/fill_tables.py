@@ -28,7 +28,7 @@ def figures(name: str) -> str:
     """Write the table of the figures called "suite; group", and a line that says when and where they were recorded."""
     suite, _, group = name.partition("; ")
     path = RESULTS / f"{suite}.json"
-    report = from_json(path.read_text(encoding="utf-8"))[0] if path.exists() else None
+    report = from_json(path.read_text(encoding="utf-8")) if path.exists() else None
     if report is None or report.quick or not report.group(group):
         raise SystemExit(f"{name}: found no such figures in {RESULTS}")
     machine, age = report.machine, "" if report.code == code_of(suite) else ", **before later changes**"

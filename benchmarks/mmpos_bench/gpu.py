@@ -59,7 +59,7 @@ class Part:
 
     def write(self) -> None:
         """Write the report."""
-        write_text(self.path, to_json([self.report]))
+        write_text(self.path, to_json(self.report))
 
     def run(self, *command: str, seconds: float) -> tuple[int | None, str]:
         """Run a program and kill its process group when time runs out.
@@ -123,7 +123,7 @@ def speed(part: Part) -> None:
     """Measure in a separate process, which writes the report after every comparison, and report how it ended."""
     words = ["--measure", str(part.path), *["--dry"] * part.options.dry]
     status, output = part.run(sys.executable, "-m", "mmpos_bench.gpu", *words, seconds=SPEED_SECONDS)
-    (part.report,) = from_json(part.path.read_text())
+    part.report = from_json(part.path.read_text())
     if status:
         part.report.failed["speed"] = f"ended with {status}: {shortened(output[-400:])}"
     if status is None:
@@ -139,7 +139,7 @@ def measure(path: Path, cases: Callable[[SuiteOptions], Iterator[Comparison]], s
         cases: returns the comparisons.
         synchronize: waits for the device, and raises RuntimeError if its context is lost, which ends the measurement.
     """
-    (report,) = from_json(path.read_text())
+    report = from_json(path.read_text())
     options = SuiteOptions(quick=report.quick, peers=not report.quick, missing=report.missing)
 
     def attempt(name: str, work: Callable[[], object]) -> bool:
@@ -147,15 +147,15 @@ def measure(path: Path, cases: Callable[[SuiteOptions], Iterator[Comparison]], s
             work()
         except Exception as error:  # of any kind: it becomes a line of the report
             report.failed[name] = f"{type(error).__name__}: {shortened(error)}"
-            write_text(path, to_json([report]))
+            write_text(path, to_json(report))
             synchronize()
         return name not in report.failed
 
     def add(case: Comparison) -> None:
         nonlocal report
-        done = case.measure(QUICK if report.quick else case.budget, lambda done, rounds: None, attempt)
+        done = case.measure(QUICK if report.quick else case.budget, attempt)
         report = replace(report, measurements=(*report.measurements, done))
-        write_text(path, to_json([report]))
+        write_text(path, to_json(report))
 
     for case in cases(options):
         attempt(case.title, partial(add, case))
@@ -196,7 +196,7 @@ def problems_in(folder: Path) -> list[str]:
 
 def reports_in(folder: Path) -> list[SuiteReport]:
     """Read the figures of all existing parts."""
-    return [report for path in sorted(folder.glob("part-*.json")) for report in from_json(path.read_text())]
+    return [from_json(path.read_text()) for path in sorted(folder.glob("part-*.json"))]
 
 
 def write_report(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, isqrt
+from math import isqrt
 from typing import Literal
 
 import torch
@@ -42,13 +42,6 @@ def prompted_image(tokens: int) -> Document:
     """Build a document consisting of a prompt, with about a ninth of the tokens, and a square image."""
     side = isqrt(tokens - tokens // 9)
     return [Text(tokens - side * side), Grid(side, side)]
-
-
-def video(tokens: int) -> Document:
-    """Build a document with one video of 21 frames of 30 rows, or their largest divisors that fit the token count."""
-    frames = gcd(tokens, 21)
-    height = gcd(tokens // frames, 30)
-    return [Grid(height, tokens // frames // height, frames=frames)]
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,6 @@ SHAPES = {
     "72B layer": LayerShape(64, 8, 128),
     "vision encoder": LayerShape(16, 16, 80, (40, 40)),
     "FLUX.1 layer": LayerShape(24, 24, 128, (16, 56, 56), "adjacent", "flux", prompted_image),
-    "video layer": LayerShape(40, 40, 128, (44, 42, 42), "adjacent", "wan", video),
 }
 
 

@@ -14,10 +14,10 @@ from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import GRID, SegmentTable
 from mmpos.support.checks import Array, IntArray, counted
-from mmpos_bench.peers.positions import engine_loop, load_flux, load_rope_index
+from mmpos_bench.peers.positions import engine_loop, load_rope_index
 from mmpos_bench.suites import Comparison, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget
-from mmpos_bench.workloads import PROMPTED, SMALL, WORKLOADS, Document, counts, loop_ids, tokens_of, workload
+from mmpos_bench.workloads import SMALL, WORKLOADS, Document, counts, loop_ids, tokens_of, workload
 
 Dtype = type[np.int32 | np.int64 | np.float64]
 LineUp = Callable[[list[Document]], Lineup]
@@ -37,8 +37,6 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
     ]
     for group, line_up in groups:
         yield from (Comparison(group, name, partial(line_up, documents)) for name, documents in WORKLOADS.items())
-    for name, documents in PROMPTED.items():
-        yield Comparison("generation, from lists to dense ids", name, partial(from_prompted, documents, options))
     yield from grown(options)
 
 
@@ -191,25 +189,6 @@ def lists_or_spans(documents: list[Document], options: SuiteOptions) -> Lineup:
     if options.peers:
         loop = partial(engine_loop, documents)
         contestants.append(giving("loop per image", loop, want, Role.PEER, lambda result: result[0]))
-    return Lineup(contestants, counts(documents) | {"bytes": out.nbytes})
-
-
-def from_prompted(documents: list[Document], options: SuiteOptions) -> Lineup:
-    """Line up ids of packed images with prompts, with a fill as the limit and the FLUX.1 pipeline as a peer.
-
-    The pipeline computes ids in the dtype of the prompt embeddings.
-    """
-    make, want = partial(SegmentTable.from_documents, documents), loop_ids(documents, "flux")
-    out = np.empty(want.shape, np.int32)
-    contestants = [
-        limit("fill of three axes", partial(out.fill, 1)),
-        giving("mmpos", lambda: place(make(), "flux").dense(), want),
-        giving("positions, a part", lambda: place(make(), "flux"), want, Role.PART, PositionTable.dense),
-    ]
-    if pipeline := options.peer("diffusers", load_flux):
-        for dtype in ("bfloat16", "float32"):
-            call = partial(pipeline, documents, dtype)
-            contestants.append(giving(f"diffusers, {dtype}", call, want, Role.PEER, lambda ids: ids.float().T.numpy()))
     return Lineup(contestants, counts(documents) | {"bytes": out.nbytes})
 
 

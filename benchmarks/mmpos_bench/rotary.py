@@ -21,7 +21,7 @@ with needed_for("the rotary suite", extra="all"):
     import torch
     from torch import Tensor
 
-    from mmpos.rotary import Cache, apply_rotary, cos_sin, rerotate, rotate_and_store
+    from mmpos.rotary import Cache, apply_rotary, cos_sin, rotate_and_store
     from mmpos_bench.cuda import Replays, by_events
     from mmpos_bench.layers import PAGE, SHAPES, Layer, Pair
     from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS, Make
@@ -55,8 +55,8 @@ SMALL_SIZES = [Size("7B layer", tokens) for tokens in (1, 16, 64)]
 
 FUSED = "generation, norm and rotation"
 
-GENERATION_SIZES = [Size("FLUX.1 layer", 4608), Size("video layer", 32760)]
-"""Sizes for generation models: 512 tokens of text with an image of 64×64, and 21 frames of 30×52."""
+FLUX = Size("FLUX.1 layer", 4608)
+"""Size for an image generation model: 512 tokens of text with an image of 64×64."""
 
 # The most important sizes come first, so that a run cut off by the time limit still includes them.
 GPU_SIZES = (
@@ -119,8 +119,7 @@ def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
     if bench.device == "cpu" and not bench.toy:
         for size in SMALL_SIZES[:1] if options.quick else SMALL_SIZES:
             yield from (bench.compare(group, size, options) for group in SMALL_GROUPS)
-    generation = [replace(GENERATION_SIZES[0], tokens=42)] if options.quick else GENERATION_SIZES
-    yield from (bench.compare(FUSED, size, options) for size in generation if fits(bench, size))
+    yield bench.compare(FUSED, replace(FLUX, tokens=42) if options.quick else FLUX, options)
     sizes: Sequence[Size] = [Size("7B layer", 8), Size("vision encoder", 8)][: 1 if bench.toy else 2]
     if not options.quick:
         sizes = GPU_SIZES if bench.device == "cuda" else SIZES
@@ -214,11 +213,6 @@ def _stored(layer: Layer, got: Any, before: Pair, *, norm: bool = True, rounded:
     values.zero_()
 
 
-def _moved(layer: Layer, got: Any, before: Pair) -> None:
-    at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
-    layer.judge([layer.caches[0][at][None]], before[1:], angles=layer.angles.flip(0) - layer.angles)
-
-
 def _copy(layer: Layer, *, tensors: str = "qk", fresh: bool = False, times: int = 1) -> Call:
     """Copy the inputs of a rotation to existing memory or to new tensors."""
 
@@ -305,14 +299,6 @@ def _rotate_then_store(layer: Layer, *, norm: bool = False) -> Call:
     return call
 
 
-def _move(layer: Layer) -> Call:
-    """Rotate stored keys from their positions to the same positions in reverse order."""
-    keys, reverse = layer.caches[0], layer.dense.flip(1)
-    for slots, (_, k) in zip(layer.slots, layer.sets, strict=True):
-        keys.flatten(0, 1)[slots] = k[0]
-    return lambda i: rerotate(keys, layer.slots[i], layer.table, reverse, layer.rotary, implementation=layer.how)
-
-
 def _peers(layer: Layer, options: SuiteOptions, kind: str) -> Iterator[Way]:
     """Yield the peers that support a kind of rotation: into new tensors ("fresh"), "inplace" or "training"."""
     for name, load in ROTATIONS.items():
@@ -388,10 +374,6 @@ GROUPS: Mapping[str, WaysOfWork] = {
         ],
         lambda layer: layer.moved + 2 * layer.values[0].nbytes,
     ),
-    "stored keys moved": WaysOfWork(
-        [Way("copy of k", partial(_copy, tensors="k"), role=Role.LIMIT), Way("mmpos, rerotate", _move, _moved)],
-        lambda layer: 2 * layer.k.nbytes,
-    ),
 }
 """Groups of ways by name."""
 
@@ -413,18 +395,16 @@ SMALL_GROUPS: Mapping[str, WaysOfWork] = {
 """Groups that run only on a CPU, with small sizes whose calls cost more than their tokens."""
 
 
-GENERATION_GROUPS: Mapping[str, WaysOfWork] = {
-    FUSED: WaysOfWork(
-        [
-            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
-            Way("mmpos, at once, in place", partial(_rotate, norm=True, inplace=True), _normalised),
-            Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
-        ],
-        peers=partial(_norms, peers=DIFFUSERS),
-    ),
-}
-"""Groups of generation models."""
+GENERATION = WaysOfWork(
+    [
+        Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
+        Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
+        Way("mmpos, at once, in place", partial(_rotate, norm=True, inplace=True), _normalised),
+        Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
+    ],
+    peers=partial(_norms, peers=DIFFUSERS),
+)
+"""Work of a layer of an image generation model."""
 
-ALL_GROUPS: Mapping[str, WaysOfWork] = {**SMALL_GROUPS, **GROUPS, **GENERATION_GROUPS}
+ALL_GROUPS: Mapping[str, WaysOfWork] = {**SMALL_GROUPS, **GROUPS, FUSED: GENERATION}
 """Groups of all devices."""

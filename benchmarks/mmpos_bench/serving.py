@@ -27,7 +27,7 @@ import grpc
 from mmpos.errors import ServiceError
 from mmpos_bench.images import PHOTOS
 from mmpos_bench.proofs import NotEqualError
-from mmpos_bench.timing import Budget, Call, Tick, Timing, in_turns
+from mmpos_bench.timing import Budget, Call, Timing, in_turns
 from mmpos_server.config import load
 from mmpos_server.listening import Listen, address, transport_options
 
@@ -266,7 +266,7 @@ def _check(answer: bytes, order: Order) -> None:
         raise NotEqualError(f"got {len(answer)} bytes, want the expected {len(order.answer)} bytes")
 
 
-def by_rate(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
+def by_rate(calls: Mapping[str, Call], budget: Budget) -> dict[str, Timing]:
     """Measure the seconds per call of loads, which time themselves; the first turn of each load is a warm-up."""
 
     def turn(call: Call) -> float:
@@ -274,7 +274,7 @@ def by_rate(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, 
         assert isinstance(result, LoadTurn)
         return 1 / result.per_second
 
-    return in_turns(calls, budget.rounds, 1, turn, tick)
+    return in_turns(calls, budget.rounds, 1, turn)
 
 
 if __name__ == "__main__":

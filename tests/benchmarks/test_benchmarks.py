@@ -63,8 +63,7 @@ def contestants(report: SuiteReport) -> dict[str, list[str]]:
 
 def kept(suite: str) -> SuiteReport:
     """Return a suite's recorded report."""
-    (report,) = from_json((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))
-    return report
+    return from_json((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))
 
 
 def test_recorded_dense_ids_take_about_as_long_as_the_fill_and_batches_beat_the_loop_per_image() -> None:

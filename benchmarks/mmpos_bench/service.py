@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mmpos.errors import UnsupportedError
@@ -61,56 +61,33 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         channel = stack.enter_context(grpc.insecure_channel(server.address, options=OPTIONS))
         pool = stack.enter_context(clients(2))
         asking = Asking(channel, sizes.tokens, sizes.images, sizes.side)
-        yield from _Suite(sizes, server, bare, pool, asking).cases()
-
-
-@dataclass(frozen=True)
-class _Suite:
-    """Server and client processes, and the cases that put load on a server."""
-
-    sizes: ServiceSizes
-    server: ServerProcess
-    bare: ServerProcess  # echo server
-    pool: ProcessPoolExecutor  # two clients
-    asking: Asking  # asks the server
-
-    def cases(self) -> Iterator[Comparison]:
-        """Yield every case."""
-        ask, few = self.asking, self.sizes.batch
-        questions = [partial(ask.place, documents, stream=stream) for stream in (False, True) for documents in (1, few)]
-        questions += [partial(ask.place, few, dense=True)]
-        questions += [partial(ask.text, documents) for documents in (1, few)]
-        questions += [partial(ask.photographs, documents) for documents in (1, self.sizes.photographs)]
-        budget = Budget(0.0, self.sizes.rounds)
-        for question_of in questions:
-            question = question_of()
-            line_up = partial(self.at_once, question)
+        places = [partial(asking.place, count, stream=stream) for stream in (False, True) for count in (1, sizes.batch)]
+        texts = [partial(asking.text, count) for count in (1, sizes.batch)]
+        photographs = [partial(asking.photographs, count) for count in (1, sizes.photographs)]
+        budget = Budget(0.0, sizes.rounds)
+        for ask in (*places, partial(asking.place, sizes.batch, dense=True), *texts, *photographs):
+            question = ask()
+            line_up = partial(at_once, question, sizes, pool, server, bare)
             yield Comparison("calls at once", question.name, line_up, "documents", budget=budget, timer=by_rate)
 
-    def at_once(self, question: Question) -> Lineup:
-        """Line up the time per document while both clients keep several calls in flight."""
-        ours = self.load(question)
-        bare = self.echoed(ours, question)
 
-        def facts() -> Mapping[str, float]:
-            rate = statistics.median(turn.per_second for turn in ours.turns[1:])
-            cpu, of_echo = (statistics.median(turn.cpu for turn in load.turns[1:]) * 1e6 for load in (ours, bare))
-            return {
-                "documents per second": rate * question.documents,
-                "server CPU of a call, µs": cpu,
-                "of an echo, µs": of_echo,
-            }
+def at_once(
+    question: Question, sizes: ServiceSizes, pool: ProcessPoolExecutor, server: ServerProcess, bare: ServerProcess
+) -> Lineup:
+    """Line up the time per document while two clients keep several calls in flight, with an echo as the limit.
 
-        contestants = limit("echo", bare), Contestant("mmpos", ours, proof=question.proof)
-        return Lineup(contestants, question.work, facts)
+    The echo server answers with as many bytes as the server.
+    """
+    size, in_flight = len(question.answer), sizes.window if question.stream else sizes.in_flight
+    order = Order(question.path, question.request, question.answer, sizes.seconds, in_flight)
+    ours = Load(server, order, pool, 2)
+    echoed = Load(bare, replace(order, path=echo_path(size, stream=question.stream), answer=bytes(size)), pool, 2)
 
-    def load(self, question: Question) -> Load:
-        """Return a load from both clients on the server, each with several calls or stream items in flight."""
-        in_flight = self.sizes.window if question.stream else self.sizes.in_flight
-        order = Order(question.path, question.request, question.answer, self.sizes.seconds, in_flight)
-        return Load(self.server, order, self.pool, 2)
+    def facts() -> Mapping[str, float]:
+        rate = statistics.median(turn.per_second for turn in ours.turns[1:])
+        cpu, of_echo = (statistics.median(turn.cpu for turn in load.turns[1:]) * 1e6 for load in (ours, echoed))
+        per_second = rate * question.documents
+        return {"documents per second": per_second, "server CPU of a call, µs": cpu, "of an echo, µs": of_echo}
 
-    def echoed(self, load: Load, question: Question) -> Load:
-        """Return the same load on the echo server, with answers of the same size."""
-        size = len(question.answer)
-        return load.to(self.bare, echo_path(size, stream=question.stream), bytes(size))
+    contestants = limit("echo", echoed), Contestant("mmpos", ours, proof=question.proof)
+    return Lineup(contestants, question.work, facts)

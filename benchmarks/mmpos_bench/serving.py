@@ -188,10 +188,6 @@ class Load:
         self.turns.append(LoadTurn(per_second, (self.server.cpu - began) / calls))
         return self.turns[-1]
 
-    def to(self, server: ServerProcess, path: str, answer: bytes) -> Load:
-        """Return the same load on another server's method."""
-        return Load(server, replace(self.order, path=path, answer=answer), self.pool, self.count)
-
 
 def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
     """Call a method, or send it a stream of one item, and return the answer."""

@@ -80,9 +80,7 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
 
     if TYPE_CHECKING:  # without torch, pyright reads __init__ only if it knows __new__
 
-        def __new__(cls, *args: object, **options: object) -> Self:
-            """Create a dataset."""
-            ...
+        def __new__(cls, *args: object, **options: object) -> Self: ...  # noqa: D102
 
     def __init__(
         self,

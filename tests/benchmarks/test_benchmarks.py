@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,13 +85,14 @@ def test_recorded_cpu_rotations_take_about_as_long_as_the_copy() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers")
 def test_clients_refuse_unexpected_answers() -> None:
     with started(echo()) as (server,), clients() as pool:
-        right = Load(server, Order("/echo/Bytes3", b"anything", bytes(3), 0.01), pool)
+        order = Order("/echo/Bytes3", b"anything", bytes(3), 0.01)
+        right = Load(server, order, pool)
         turn = right()
         assert turn.cpu > 0
         assert right.turns == [turn]
-        assert right.to(server, "/echo/Stream3", bytes(3))().per_second > 0
+        assert Load(server, replace(order, path="/echo/Stream3"), pool)().per_second > 0
         with pytest.raises(NotEqualError, match="/echo/Bytes4: got 4 bytes, want the expected 3 bytes"):
-            right.to(server, "/echo/Bytes4", bytes(3))()
+            Load(server, replace(order, path="/echo/Bytes4"), pool)()
 
 
 def test_a_server_that_does_not_start_causes_an_error() -> None:

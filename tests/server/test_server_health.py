@@ -54,11 +54,8 @@ def test_watchers_see_the_stop_and_end_and_one_that_leaves_takes_no_other_along(
     assert asyncio.run(run()) == [[SERVING, STOPPED], [SERVING, STOPPED], [UNKNOWN], [STOPPED]]
 
 
-OLD = metadata.version("grpcio-health-checking").startswith("1.81.")
-"""Whether the library's servicer has the fault; newer versions need protobuf 7."""
-
-
-@pytest.mark.xfail(OLD, strict=True, raises=AssertionError, reason="use the servicer when protobuf 6 is not allowed")
+# Versions of the library without this fault need protobuf 7; use its servicer when 6 is no longer allowed.
+@pytest.mark.xfail(metadata.version("grpcio-health-checking") < "1.82", reason="fault", strict=True)
 def test_a_watcher_that_leaves_grpcios_servicer_takes_no_other_along() -> None:
     async def run() -> list[int]:
         servicer, seen = health.aio.HealthServicer(), list[int]()

@@ -26,7 +26,7 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos_bench.layers import PAGE, SHAPES, Layer, Pair
     from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS, Make
 
-_BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
+_BUDGET, _EVENTS = Budget(0.7, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # maximum tokens for plain torch on a GPU; with more, a call takes most of a second
 _COLD, _MOST_SETS = 128 << 20, 64  # minimum bytes moved by all sets together, and maximum number of sets
 

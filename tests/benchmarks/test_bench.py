@@ -308,11 +308,13 @@ def test_the_hash_of_a_suite_changes_with_the_code_but_not_with_names_and_white_
     assert code_of("images") == ""
     folder = tmp_path / "mmpos/images/deep"
     folder.mkdir(parents=True)
-    (folder / "a.py").write_text("x = 1\n")
+    for number in range(9):
+        (folder / f"{number}.py").write_text(f"x = {number}\n")
     (folder / "b.py").write_text("y = 2\n")
     (folder / "a.pyc").write_bytes(b"\xff")
     before = code_of("images")
-    (folder / "a.py").rename(folder.parent / "c.py")
+    for number in range(9):
+        (folder / f"{number}.py").rename(folder.parent / f"{9 - number}.py")
     (folder / "b.py").write_text("y  =  2\n\n")
     assert code_of("images") == before != ""
     (folder / "b.py").write_text("y = 3\n")

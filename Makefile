@@ -1,7 +1,6 @@
 # Start with `make demo` or `make test`; both build .venv if it is missing.
 
 PYTHON ?= python3
-MACHINE ?= this-machine
 SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
@@ -77,11 +76,15 @@ proto: $(VENV)/dev  ## generate mmpos/rpc from proto/
 baseline: $(VENV)/dev  ## record the protocol of a release, which later versions must not break
 	$(BIN)/buf build --exclude-source-info -o proto/baseline.binpb
 
-bench: $(VENV)/dev  ## run every benchmark suite, and write benchmarks/results/MACHINE
-	mkdir -p benchmarks/results/$(MACHINE)
-	for suite in positions images rotary data service; do for malloc in default tuned; do \
-	    $(BIN)/mmpos bench $$suite --peers --malloc $$malloc --json benchmarks/results/$(MACHINE)/$$suite-$$malloc.json || exit; \
-	done; done
+# The server runs with the malloc settings of deploy/.
+RESULTS := benchmarks/results
+bench: $(VENV)/dev  ## record the figures of every benchmark suite, and write them into the pages; QUICK=1 only runs all
+	mkdir -p $(if $(QUICK),out/bench,$(RESULTS))
+	for suite in positions images rotary data service; do \
+	    $(BIN)/mmpos bench $$suite --peers $(if $(QUICK),--quick) --malloc $$([ $$suite = service ] && echo tuned || echo default) \
+	        --json $(if $(QUICK),out/bench,$(RESULTS))/$$suite.json || exit; \
+	done
+	$(if $(QUICK),,$(MAKE) tables)
 
 tables: $(VENV)/dev  ## rewrite the tables of figures, models and properties in the pages
 	$(BIN)/python benchmarks/fill_tables.py

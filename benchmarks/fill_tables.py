@@ -11,7 +11,9 @@ from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 from mmpos.rotary import Rotary
 from mmpos.rotary.hf_models import ENCODERS, MODELS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS, class_defaults
 from mmpos.schemes import get_scheme
+from mmpos.support.checks import counted
 from mmpos.support.files import write_text
+from mmpos_bench.measured import code_of
 from mmpos_bench.results import from_json, to_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -23,13 +25,15 @@ PAGES = (ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "doc
 
 
 def figures(name: str) -> str:
-    """Write the table of the figures called "machine; suite; malloc; group"."""
-    machine, suite, malloc, group = name.split("; ", 3)
-    path = RESULTS / machine / f"{suite}-{malloc}.json"
-    measurements = from_json(path.read_text(encoding="utf-8"))[0].group(group) if path.exists() else ()
-    if not measurements:
+    """Write the table of the figures called "suite; group", and a line that says when and where they were recorded."""
+    suite, _, group = name.partition("; ")
+    path = RESULTS / f"{suite}.json"
+    report = from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    if report is None or report.quick or not report.group(group):
         raise SystemExit(f"{name}: found no such figures in {RESULTS}")
-    return to_markdown(measurements)
+    machine, age = report.machine, "" if report.code == code_of(suite) else ", **before later changes**"
+    at = f"{report.date}, {machine.commit}, {machine.cpu}, {counted(machine.cores, 'core')}, load {machine.load}"
+    return f"{to_markdown(report.group(group), parts=False)}\n{at}{age}.\n"
 
 
 def rotation(model: str) -> str:

@@ -120,7 +120,7 @@ def refused(torchless: dict[str, str]) -> Refused:
 
     def program(*arguments: str) -> str:
         command = [sys.executable, "-m", "mmpos_server", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=torchless)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=torchless)
         assert (done.returncode, done.stdout) == (2, "")
         assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", done.stderr), done.stderr
         return done.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from mmpos.support.files import write_text
 from mmpos.support.program import INTERRUPTED, console
 from mmpos_bench.machine import MALLOCS
 from mmpos_bench.results import Measurement, SuiteReport, Timed, number_text, ratio_text, seconds_text, to_json, unit_of
-from mmpos_bench.suites import SUITES, Watch, run
+from mmpos_bench.suites import SUITES, run
 
 app = typer.Typer(
     name="mmpos bench",
@@ -60,31 +60,16 @@ def bench(
     path = None if json in (None, "-") else Path(json)
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):  # before a long run
         raise InvalidInputError(f"--json: got {str(path)!r}, want a file in an existing folder")
-    with _watch() as watch:
-        report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
+    watch = partial(print, file=sys.stderr, flush=True)
+    report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
     if json == "-":
-        typer.echo(to_json([report]), nl=False)
+        typer.echo(to_json(report), nl=False)
     else:
         print_report(console(), report)
     if path is not None:
-        write_text(path, to_json([report]))
+        write_text(path, to_json(report))
     if report.interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-@contextmanager
-def _watch() -> Iterator[Watch]:
-    """Show a progress bar on a terminal and a line per case elsewhere, both on stderr."""
-    err = Console(stderr=True)
-    if not err.is_terminal:
-        yield lambda title, done, rounds: None if done else print(title, file=sys.stderr, flush=True)
-        return
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda title, done, rounds: progress.update(task, description=title, completed=done, total=rounds)
 
 
 def print_report(out: Console, report: SuiteReport) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from mmpos_bench.timing import Budget, Call, Tick, Timing, in_turns
+from mmpos_bench.timing import Budget, Call, Timing, in_turns
 
 _WARM = 3  # warm-up rounds
 _EVICTED = 4  # size of the buffer that is read between calls, as a multiple of the second-level cache
@@ -94,14 +94,14 @@ class Replays:
         self.capture()()
 
 
-def by_events(calls: Mapping[str, Call], budget: Budget, tick: Tick) -> dict[str, Timing]:
+def by_events(calls: Mapping[str, Call], budget: Budget) -> dict[str, Timing]:
     """Measure the GPU time of contestants with a cold cache before every call; for replays, time a single call."""
     clock = Clock()
 
     def seconds(call: Call) -> float:
         return clock.seconds(call) / (len(call.calls) if isinstance(call, Replays) else 1)
 
-    return in_turns(calls, budget.rounds, min(_WARM, budget.rounds), seconds, tick)
+    return in_turns(calls, budget.rounds, min(_WARM, budget.rounds), seconds)
 
 
 def capture(call: Call, warm: Call | None = None) -> Callable[[], object]:

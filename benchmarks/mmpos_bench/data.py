@@ -26,7 +26,7 @@ with needed_for("the data suite", extra="data"):
     from mmpos.data.examples import IGNORE_INDEX, Example
     from mmpos.data.packing import PackCounts
 
-_SIZES, _MODES = (8192, 4096, 32768), {"whole documents": False, "text split": True}
+_SIZES, _MODES = (8192, 32768), {"whole documents": False, "text split": True}
 _PACKING = Budget(3.0, 5)
 _BUILDER = SequenceBuilder()
 

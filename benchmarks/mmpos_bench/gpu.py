@@ -1,9 +1,9 @@
-"""Test and measure the kernels on a GPU in parts that can run separately: `make gpu`.
+"""Test and measure the kernels on a GPU in three parts that can run separately: `make gpu`.
 
 Part 1 runs the tests marked gpu and the tests of rotations. Part 2 measures every launch together with a copy and
-peers. Part 3 checks every launch with compute-sanitizer if it is installed. Each part finishes in less than nine
-minutes. Test results are written as JUnit XML and figures in the format of `mmpos bench`; report.md
-summarizes all results. Requires numpy and torch with Triton; part 1 also requires pytest, hypothesis and mpmath.
+peers. Part 3 runs a test of each kind under compute-sanitizer. Each part finishes in less than nine minutes. Test
+results are written as JUnit XML and figures in the format of `mmpos bench`; report.md summarizes all results. Requires
+numpy and torch with Triton; part 1 also requires pytest, hypothesis and mpmath.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,26 +27,23 @@ from mmpos.support.files import write_text
 from mmpos.support.info import cores
 from mmpos_bench.machine import stamp
 from mmpos_bench.results import Measurement, SuiteReport, from_json, markdown, to_json, to_markdown
+from mmpos_bench.suites import QUICK, Comparison, SuiteOptions
 
 ROOT = Path(__file__).parents[2]
 """The repository whose tests are run."""
 
-SECONDS = {1: 530.0, 2: 500.0, 3: 460.0}
-"""Time limit of each part; 25 minutes in total."""
-
 TESTS: Mapping[str, float] = {"tests/gpu": 300.0, "tests/rotary": 230.0}
 """Test folders with their time limits in seconds; a dry run uses only the first."""
 
+SPEED_SECONDS = 500.0
+"""Time limit of part 2."""
+
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZED = ((300, 3), (2100, 1))
-"""Token and document counts of the launches under compute-sanitizer: with one warp per program, and with several."""
+SANITIZER_SECONDS = 120.0
+"""Time limit of each sanitizer."""
 
-BROKEN = 75
-"""Exit status of a process that has lost its CUDA context."""
-
-_ENDED = "the process ended while this ran"
-_SELECTED = re.compile(r"collected (\d+) items / \d+ deselected / (\d+) selected")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+_SELECTED = re.compile(r"collected (\d+) items / \d+ deselected / (\d+) selected")
 
 
 def shortened(error: object, most: int = 300) -> str:
@@ -56,84 +52,26 @@ def shortened(error: object, most: int = 300) -> str:
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
-class Kept:
-    """The figures of a part, written to a file after every step so that a restarted process can continue.
-
-    Args:
-        path: the file, which `Part` creates.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        (self.report,) = from_json(path.read_text())
-        ended = [name for name, error in self.failed.items() if error == _ENDED]
-        for name in ended:  # a comparison continues without the contestant that crashed the process
-            if any(other.startswith(f"{name}, ") for other in ended):
-                del self.failed[name]
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """Errors of the pieces of work that failed or are in progress, by name."""
-        return self.report.failed
-
-    def write(self, *measurements: Measurement) -> None:
-        """Add measurements and write the file."""
-        self.report = replace(self.report, measurements=(*self.report.measurements, *measurements))
-        write_text(self.path, to_json([self.report]))
-
-    def has(self, title: str) -> bool:
-        """Return whether a comparison has figures or an error."""
-        return title in self.failed or any(f"{m.group}: {m.name}" == title for m in self.report.measurements)
-
-    def interrupt(self) -> None:
-        """Discard the marks of work in progress, so that the next process repeats that work."""
-        for name in [name for name, error in self.failed.items() if error == _ENDED]:
-            del self.failed[name]
-        self.write()
-
-    def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Do a piece of work unless it failed before; record any error and return whether the work succeeded."""
-        if name in self.failed:
-            return False
-        self.failed[name] = _ENDED
-        self.write()
-        try:
-            work()
-            del self.failed[name]
-        # Any failure of a contestant becomes one line in the report.
-        except Exception as error:
-            self.failed[name] = f"{type(error).__name__}: {shortened(error)}"
-        self.write()
-        return name not in self.failed
-
-
 class Part:
-    """One part of `make gpu`, with its time limit, its files and the programs that it runs."""
+    """One part of `make gpu`, whose report is written to a file after every step."""
 
     def __init__(self, number: int, options: argparse.Namespace) -> None:
-        self.number, self.options, self.path = number, options, options.out / f"part-{number}.json"
-        self.begin, self.log = time.monotonic(), options.out / f"part-{number}.log"
-        self.log.write_text("")
+        self.options, self.path = options, options.out / f"part-{number}.json"
         machine = stamp("default")
         machine = replace(machine, commit=options.commit or machine.commit)
         command = f"make gpu PART={number}" + " DRY=1" * options.dry
-        write_text(self.path, to_json([SuiteReport("gpu", command, options.dry, machine, ())]))
+        self.report = SuiteReport("gpu", command, options.dry, machine, ())
+        self.write()
 
-    @property
-    def kept(self) -> Kept:
-        """Figures measured so far."""
-        return Kept(self.path)
+    def write(self) -> None:
+        """Write the report."""
+        write_text(self.path, to_json(self.report))
 
-    @property
-    def left(self) -> float:
-        """Remaining seconds."""
-        return SECONDS[self.number] - (time.monotonic() - self.begin)
-
-    def run(self, *command: str, seconds: float = 3600.0, **variables: str) -> tuple[int | None, str]:
-        """Run a program and kill its process group when time runs out.
+    def run(self, *command: str, seconds: float, **variables: str) -> tuple[int | None, str]:
+        """Run a program with these variables of the environment, and kill its process group when time runs out.
 
         Returns:
-            the program's exit status, or None if the program was killed, and its output, which is also written to the
+            the program's exit status, or None if the program was killed, and its output, which is also written to a
             log.
         """
         folders = [ROOT, ROOT / "server", ROOT / "benchmarks", os.environ.get("PYTHONPATH"), self.options.peers]
@@ -142,20 +80,17 @@ class Part:
             "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONUNBUFFERED": "1",
-            "PATH": os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]),
             "TRITON_INTERPRET": "1" if self.options.dry else "0",
             **variables,
         }
-        with self.log.open("a+") as log:
-            log.write(f"\n== {' '.join(command)}\n")
-            log.flush()
+        with self.path.with_suffix(".log").open("a+") as log:
             begin = log.tell()
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
             status: int | None = None
             try:
-                status = process.wait(max(1.0, min(seconds, self.left)))
+                status = process.wait(seconds)
             except subprocess.TimeoutExpired:
                 with suppress(subprocess.TimeoutExpired):  # pytest writes its XML when interrupted
                     process.send_signal(signal.SIGINT)
@@ -168,20 +103,11 @@ class Part:
             log.seek(begin)
             return status, log.read()
 
-    def measure(self, what: str, seconds: float) -> None:
-        """Measure in a separate process; after a failure, continue in a new process with the next piece of work."""
-        end = time.monotonic() + min(seconds, self.left)
-        while (left := end - time.monotonic()) > 5:
-            before = self.path.read_bytes()
-            words = [what, "--kept", str(self.path), "--seconds", str(int(left - 5)), *["--dry"] * self.options.dry]
-            status, output = self.run(sys.executable, "-m", "mmpos_bench.gpu_launches", *words, seconds=left)
-            if status == 0:
-                return
-            if self.path.read_bytes() == before:
-                kept = self.kept
-                kept.failed[what] = f"ended with {status}: {shortened(output[-400:])}"
-                kept.write()
-                return
+
+def pytest_command(*arguments: str) -> list[str]:
+    """Return a command that runs tests; warnings are no errors, since versions differ from the project's own."""
+    options = ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default", "--import-mode=importlib"]
+    return [sys.executable, "-m", "pytest", "-v", "-ra", *arguments, *options]
 
 
 def tests(part: Part) -> None:
@@ -190,55 +116,80 @@ def tests(part: Part) -> None:
         path.unlink()
     for folder, seconds in list(TESTS.items())[: 1 if part.options.dry else None]:
         which = ["--one-of-each"] if part.options.dry else ["-m", "not slow"]
-        command = [sys.executable, "-m", "pytest", "-v", "-ra", *which, folder]
-        command += [f"--junitxml={part.options.out / folder.replace('/', '-')}.xml", "-p", "no:cacheprovider"]
-        # Do not treat warnings as errors, because package versions differ from those of the project's own environment.
-        command += ["-o", "addopts=", "-o", "filterwarnings=default", "--import-mode=importlib"]
+        command = pytest_command(*which, folder, f"--junitxml={part.options.out / folder.replace('/', '-')}.xml")
         if not part.options.dry and importlib.util.find_spec("xdist"):
             command += ["-n", str(min(8, cores())), "--dist", "worksteal"]  # loadgroup waits for crashed workers
         status, output = part.run(*command, seconds=seconds)
-        kept = part.kept
         if part.options.dry and (selected := _SELECTED.search(output)):
             others = " and ".join(list(TESTS)[1:])
             ran = f"{selected[2]} of {selected[1]} tests, one of each kind"
-            kept.report.missing[folder] = f"a dry run runs {ran}, and none of {others}"
-            kept.write()
+            part.report.missing[folder] = f"a dry run runs {ran}, and none of {others}"
         if status not in (0, 1):
-            kept.failed[f"{folder} did not finish"] = f"status {status}: {shortened(output[-400:])}"
-            kept.write()
+            part.report.failed[f"{folder} did not finish"] = f"status {status}: {shortened(output[-400:])}"
+        part.write()
 
 
-def sanitize(part: Part, tools: Sequence[str]) -> None:
-    """Check all of our launches with compute-sanitizer, with memory caching disabled.
+def speed(part: Part) -> None:
+    """Measure in a separate process, which writes the report after every comparison, and report how it ended."""
+    words = ["--measure", str(part.path), *["--dry"] * part.options.dry]
+    status, output = part.run(sys.executable, "-m", "mmpos_bench.gpu", *words, seconds=SPEED_SECONDS)
+    part.report = from_json(part.path.read_text())
+    if status:
+        part.report.failed["speed"] = f"ended with {status}: {shortened(output[-400:])}"
+    if status is None:
+        part.report.missing["speed"] = "out of time; the last comparisons were not measured"
+    part.write()
 
-    A tool that is missing or prints no summary is reported as missing, not as a problem.
+
+def measure(path: Path, cases: Callable[[SuiteOptions], Iterator[Comparison]], synchronize: Callable[[], None]) -> None:
+    """Measure every case and write the report after each; a contestant that fails is recorded and left out.
+
+    Args:
+        path: the report of part 2.
+        cases: returns the comparisons.
+        synchronize: waits for the device, and raises RuntimeError if its context is lost, which ends the measurement.
     """
-    kept = part.kept
+    report = from_json(path.read_text())
+    options = SuiteOptions(quick=report.quick, peers=not report.quick, missing=report.missing)
+
+    def attempt(name: str, work: Callable[[], object]) -> bool:
+        try:
+            work()
+        except Exception as error:  # of any kind: it becomes a line of the report
+            report.failed[name] = f"{type(error).__name__}: {shortened(error)}"
+            write_text(path, to_json(report))
+            synchronize()
+        return name not in report.failed
+
+    def add(case: Comparison) -> None:
+        nonlocal report
+        done = case.measure(QUICK if report.quick else case.budget, attempt)
+        report = replace(report, measurements=(*report.measurements, done))
+        write_text(path, to_json(report))
+
+    for case in cases(options):
+        attempt(case.title, partial(add, case))
+
+
+def sanitize(part: Part) -> None:
+    """Run a test of each kind under every sanitizer; one that is not installed or prints no summary is missing."""
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
-        kept.report.missing["compute-sanitizer"] = "the program is not installed"
-    for tool, (tokens, documents) in product(tools if program else (), [(8, 1)] if part.options.dry else SANITIZED):
-        sizes = "--tokens", str(tokens), "--documents", str(documents)
-        launch = sys.executable, "-m", "mmpos_bench.gpu_launches", "launch", *sizes
-        if part.left <= 20:
-            break
-        if tool == SANITIZERS[0]:  # compile the kernels for all tools beforehand; compiling under a tool is slow
-            part.run(*launch, seconds=60)
-        command = f"{program}", "--tool", tool, "--print-limit", "5", *launch
-        status, output = part.run(*command, seconds=70, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        title = f"{tool}, {tokens:,} tokens of {documents}"
+        part.report.missing["compute-sanitizer"] = "the program is not installed"
+    for tool in SANITIZERS if program else ():
+        command = [f"{program}", "--tool", tool, "--print-limit", "5", *pytest_command("--one-of-each", "tests/gpu")]
+        status, output = part.run(*command, seconds=SANITIZER_SECONDS, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if summary := _SUMMARY.search(output):
-            kept.write(Measurement("compute-sanitizer", title, (), {}, "", {"findings": float(summary[1])}))
+            found = Measurement("compute-sanitizer", tool, (), {}, "", {"findings": float(summary[1])})
+            part.report = replace(part.report, measurements=(*part.report.measurements, found))
+            if found.facts["findings"]:
+                part.report.failed[tool] = f"{summary[1]} findings"
         else:
-            kept.report.missing[title] = f"ended with {status}: {shortened(output[-300:])}"
-    kept.write()
+            part.report.missing[tool] = f"ended with {status}: {shortened(output[-300:])}"
+    part.write()
 
 
-PARTS: Mapping[int, Callable[[Part], None]] = {
-    1: tests,
-    2: lambda part: part.measure("speed", SECONDS[2]),
-    3: lambda part: sanitize(part, SANITIZERS),
-}
+PARTS: Mapping[int, Callable[[Part], None]] = {1: tests, 2: speed, 3: sanitize}
 
 
 # The report.
@@ -261,21 +212,19 @@ def read_tests(folder: Path) -> Iterator[tuple[str, dict[str, float], list[str]]
 
 
 def problems_in(folder: Path) -> list[str]:
-    """Return failures of our tests, launches and parts, and sanitizer findings; failures of peers are excluded."""
+    """Return failures of our tests, launches and parts; failures of peers are excluded."""
     from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS
 
-    problems = [failure for _, _, failures in read_tests(folder) for failure in failures]
-    for report in reports_in(folder):
-        peers = tuple(f", {peer}" for peer in (*ROTATIONS, *NORMS, *DIFFUSERS))
-        problems += [f"{name}: {error}" for name, error in report.failed.items() if not name.endswith(peers)]
-        findings = ((m.name, m.facts.get("findings")) for m in report.measurements)
-        problems += [f"{name}: {count:.0f} findings" for name, count in findings if count]
-    return problems
+    peers = tuple(f", {peer}" for peer in (*ROTATIONS, *NORMS, *DIFFUSERS))
+    failed = [item for report in reports_in(folder) for item in report.failed.items()]
+    return [failure for _, _, failures in read_tests(folder) for failure in failures] + [
+        f"{name}: {error}" for name, error in failed if not name.endswith(peers)
+    ]
 
 
 def reports_in(folder: Path) -> list[SuiteReport]:
     """Read the figures of all existing parts."""
-    return [report for path in sorted(folder.glob("part-*.json")) for report in from_json(path.read_text())]
+    return [from_json(path.read_text()) for path in sorted(folder.glob("part-*.json"))]
 
 
 def write_report(folder: Path) -> None:
@@ -305,16 +254,23 @@ def main() -> int:
     parser.add_argument("--peers", type=Path, help="folder of unpacked peer packages; installed packages take priority")
     parser.add_argument("--commit", help="the commit, if the sources are not in their repository")
     parser.add_argument("--dry", action="store_true", help="toy sizes in Triton's interpreter, to test this program")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     import torch
 
     if not options.dry and not torch.cuda.is_available():
         parser.error("no GPU is available; --dry runs one of each kind in Triton's interpreter")
+    if options.measure is not None:
+        from mmpos_bench.cuda import synchronize
+        from mmpos_bench.rotary import Bench, compared
+
+        measure(options.measure, partial(compared, Bench("cpu" if options.dry else "cuda", options.dry)), synchronize)
+        return 0
     options.out = (options.out or ROOT / ("out/gpu" if options.dry else "benchmarks/results/gpu")).resolve()
     options.peers = options.peers and options.peers.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     for number in options.part:
-        print(f"part {number}, up to {SECONDS[number]:.0f} s", flush=True)
+        print(f"part {number}, less than nine minutes", flush=True)
         part = Part(number, options)
         try:
             PARTS[number](part)

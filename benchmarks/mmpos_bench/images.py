@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,6 @@ PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name i
 _FRAMES = 2  # identical frames of a still image in Qwen-VL's layout
 _FLOAT32 = ImageProcessor(order="merged", dtype="float32")
 _BUDGET = Budget(3.0, 21)
-_SCALED = 40  # tolerance, in levels, for a pixel of an image decoded at a reduced size
 _ROUNDING = 1e-5  # tolerance for float32 rounding in another order
 
 Array = npt.NDArray[np.number]
@@ -48,14 +46,9 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         width, height = (128, 96) if options.quick else (1024, 768)
         photos = photographs(width, height)
         name = f"2 JPEG files of {width}×{height}"
-        yield Comparison("JPEG to patches of uint8", name, partial(to_bytes, photos, options), "images", budget=_BUDGET)
-        yield Comparison(
-            "JPEG to patches of float32", name, partial(to_floats, photos, options), "images", budget=_BUDGET
-        )
-        for most in (256, 64):
-            yield Comparison(
-                f"JPEG to patches of {most} tokens", name, partial(to_fewer, photos, most), "images", budget=_BUDGET
-            )
+        for dtype, line_up in {"uint8": to_bytes, "float32": to_floats}.items():
+            group = f"JPEG to patches of {dtype}"
+            yield Comparison(group, name, partial(line_up, photos, options), "images", budget=_BUDGET)
 
 
 def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
@@ -83,26 +76,6 @@ def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
         *_peers(photos, patches, options),
     ]
     return Lineup(contestants, {"images": len(photos), "bytes": sum(values.nbytes for values in want)})
-
-
-def to_fewer(photos: list[bytes], most: int) -> Lineup:
-    """Line up contestants for patches of downscaled images, decoded at full size and at 1/2, 1/4 or 1/8 of it."""
-    full = replace(UINT8, max_tokens=most)
-    scaled = replace(full, scaled_decoding=True)
-    want = [cast(Patches, full.process(data).patches) for data in photos]
-    contestants = [
-        _copy(want),
-        _each("mmpos", lambda data: full.process(data).patches, photos, want),
-        _each(
-            "mmpos, scaled decoding",
-            lambda data: scaled.process(data).patches,
-            photos,
-            want,
-            Role.PART,
-            _SCALED,
-        ),
-    ]
-    return Lineup(contestants, {"images": len(photos), "bytes": sum(patches.nbytes for patches in want)})
 
 
 def _each(

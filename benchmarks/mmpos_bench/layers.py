@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, isqrt
+from math import isqrt
 from typing import Literal
 
 import torch
@@ -44,13 +44,6 @@ def prompted_image(tokens: int) -> Document:
     return [Text(tokens - side * side), Grid(side, side)]
 
 
-def video(tokens: int) -> Document:
-    """Build a document with one video of 21 frames of 30 rows, or their largest divisors that fit the token count."""
-    frames = gcd(tokens, 21)
-    height = gcd(tokens // frames, 30)
-    return [Grid(height, tokens // frames // height, frames=frames)]
-
-
 @dataclass(frozen=True)
 class LayerShape:
     """Shape of a model layer: its heads, rotation, documents and scheme.
@@ -63,7 +56,6 @@ class LayerShape:
         pairing: pairing of channels.
         scheme: position scheme that computes the ids.
         document: function that builds a document with a given number of tokens.
-        joint_norm: whether q and k are each normalised over all heads instead of per head.
     """
 
     q_heads: int
@@ -73,7 +65,6 @@ class LayerShape:
     pairing: Literal["half", "adjacent"] = "half"
     scheme: str = "rope-tie"
     document: Callable[[int], Document] = interleaved
-    joint_norm: bool = False
 
     @property
     def rotary(self) -> Rotary:
@@ -96,8 +87,6 @@ SHAPES = {
     "72B layer": LayerShape(64, 8, 128),
     "vision encoder": LayerShape(16, 16, 80, (40, 40)),
     "FLUX.1 layer": LayerShape(24, 24, 128, (16, 56, 56), "adjacent", "flux", prompted_image),
-    "video layer": LayerShape(40, 40, 128, (44, 42, 42), "adjacent", "wan", video),
-    "Wan layer": LayerShape(40, 40, 128, (44, 42, 42), "adjacent", "wan", video, joint_norm=True),
 }
 
 
@@ -168,16 +157,8 @@ class Layer:
     def weights(self) -> Pair:
         """Norm weights of q and of k."""
         generator = torch.Generator(self.device).manual_seed(7)
-        q, k = (
-            (torch.rand(width, generator=generator, device=self.device) + 0.5).to(self.dtype)
-            for width in self._norm_widths
-        )
+        q, k = torch.rand(2, self.shape.head_dim, generator=generator, device=self.device).to(self.dtype) + 0.5
         return q, k
-
-    @property
-    def _norm_widths(self) -> tuple[int, int]:
-        heads = (self.shape.q_heads, self.shape.k_heads) if self.shape.joint_norm else (1, 1)
-        return heads[0] * self.shape.head_dim, heads[1] * self.shape.head_dim
 
     @property
     def norm(self) -> Norm:
@@ -186,10 +167,7 @@ class Layer:
 
     def normed(self, pair: Pair) -> Pair:
         """Normalise q and k with their weights."""
-        q, k = (
-            rms_norm(x.flatten(2) if self.shape.joint_norm else x, w.shape, w.to(x.dtype), EPS).view_as(x)
-            for x, w in zip(pair, self.weights, strict=True)
-        )
+        q, k = (rms_norm(x, w.shape, w.to(x.dtype), EPS) for x, w in zip(pair, self.weights, strict=True))
         return q, k
 
     @cached_property

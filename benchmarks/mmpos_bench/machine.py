@@ -129,7 +129,12 @@ def _gpus() -> list[list[str]]:
 def _commit() -> str | None:
     root = Path(__file__).parents[2]
     # Consider only the clone that contains this file, not a repository that happens to contain the environment.
-    return _output_of("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else None
+    if not (root / ".git").exists():
+        return None
+    commit = _output_of("git", "-C", str(root), "rev-parse", "--short=8", "HEAD")
+    # Results are written one after another, and pages after the results.
+    changed = _output_of("git", "-C", str(root), "status", "--short", "--", ":/", ":!benchmarks/results", ":!*.md")
+    return commit and commit + "-dirty" * (changed is not None)
 
 
 def _output_of(program: str, *arguments: str) -> str | None:

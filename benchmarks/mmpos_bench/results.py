@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mmpos_bench.machine import Machine
 from mmpos_bench.timing import Timing
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON format; incremented when older readers would misread it."""
 
 Rows = Sequence[Sequence[str]]
@@ -74,6 +74,8 @@ class SuiteReport:
     missing: dict[str, str] = field(default_factory=dict)  # reason for each missing peer
     interrupted: bool = False  # whether Ctrl-C ended the run before the last comparison
     failed: dict[str, str] = field(default_factory=dict)  # errors after which the run continued, by name
+    date: str = ""  # day of the run, as YYYY-MM-DD
+    code: str = ""  # hash of the code that was measured, from `mmpos_bench.measured.code_of`
 
     def group(self, name: str) -> tuple[Measurement, ...]:
         """Return the measurements of a group."""
@@ -88,39 +90,26 @@ class SuiteReport:
 # JSON.
 
 
-def to_json(reports: Iterable[SuiteReport]) -> str:
-    """Write reports as JSON, with one line per measurement and times rounded to four significant digits."""
-    texts = [_report_text(report) for report in reports]
-    return f'{{"format": {FORMAT}, "reports": [\n' + ",\n".join(texts) + "\n]}\n"
+def to_json(report: SuiteReport) -> str:
+    """Write a report as JSON, with one line per measurement and times rounded to four significant digits."""
+    head = {"format": FORMAT} | asdict(replace(report, measurements=()))
+    del head["measurements"]
+    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
+    rows = ",\n  ".join(json.dumps(_row(measurement), ensure_ascii=False) for measurement in report.measurements)
+    return "{" + ",\n ".join([*lines, f'"measurements": [\n  {rows}\n ]']) + "}\n"
 
 
-def from_json(text: str) -> tuple[SuiteReport, ...]:
-    """Read reports from a JSON string."""
-    content = json.loads(text)
-    assert content["format"] == FORMAT
-    return tuple(_report(**values) for values in content["reports"])
-
-
-def json_with_rows(content: Mapping[str, object]) -> str:
-    """Write a JSON object with one line per value. The last value is a list, with one line per row."""
-    *head, (name, rows) = content.items()
-    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head]
-    assert isinstance(rows, list)
-    text = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    return "{" + ",\n ".join([*lines, f'"{name}": [\n  {text}\n ]' if text else f'"{name}": []']) + "}"
-
-
-def _report_text(report: SuiteReport) -> str:
-    omitted = {"interrupted": False, "failed": {}, "machine": report.machine, "measurements": report.measurements}
-    head = {name: value for name, value in vars(report).items() if omitted.get(name) != value}
-    rows = [_row(measurement) for measurement in report.measurements]
-    return json_with_rows(head | {"machine": asdict(report.machine), "measurements": rows})
+def from_json(text: str) -> SuiteReport:
+    """Read a report from a JSON string."""
+    values = json.loads(text)
+    assert values.pop("format") == FORMAT
+    rows = tuple(_measurement(**row) for row in values.pop("measurements"))
+    return SuiteReport(machine=Machine(**values.pop("machine")), measurements=rows, **values)
 
 
 def _row(measurement: Measurement) -> dict[str, object]:
     row: dict[str, object] = {name: getattr(measurement, name) for name in ("group", "name", "work", "unit")}
-    if measurement.facts:
-        row["facts"] = {name: _rounded(value) for name, value in measurement.facts.items()}
+    row["facts"] = {name: _rounded(value) for name, value in measurement.facts.items()}
     row["entries"] = [
         [e.name, e.role, *map(_rounded, (e.timing.median, e.timing.p20, e.timing.p80)), e.timing.turns]
         for e in measurement.entries
@@ -131,11 +120,6 @@ def _row(measurement: Measurement) -> dict[str, object]:
 def _rounded(value: float) -> float:
     """Round to four significant digits, since further digits are noise."""
     return float(f"{value:.4g}")
-
-
-def _report(machine: dict[str, Any], measurements: list[dict[str, Any]], **values: Any) -> SuiteReport:
-    rows = tuple(_measurement(**row) for row in measurements)
-    return SuiteReport(machine=Machine(**machine), measurements=rows, **values)
 
 
 def _measurement(*, entries: list[list[Any]], **values: Any) -> Measurement:
@@ -153,12 +137,12 @@ def markdown(rows: Rows) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def to_markdown(measurements: Sequence[Measurement]) -> str:
+def to_markdown(measurements: Sequence[Measurement], *, parts: bool = True) -> str:
     """Write a table with one row per comparison and one column per contestant and per fact.
 
-    Each time is also given as a multiple of the limit or of our time.
+    Each time is also given as a multiple of the limit or of our time. Without ``parts``, this role is left out.
     """
-    roles = {e.name: e.role for m in measurements for e in m.entries}
+    roles = {e.name: e.role for m in measurements for e in m.entries if parts or e.role != "part"}
     ours = next((name for name, role in roles.items() if role == "ours"), None)
     of_limit = " (× limit)" if "limit" in roles.values() else ""
     multiples = {"ours": of_limit, "part": of_limit, "peer": f" (× {ours})", "limit": " (limit)"}

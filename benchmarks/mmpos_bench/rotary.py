@@ -1,6 +1,6 @@
 """Rotations of q and k (into new tensors or in place, and with gradients, norms or stores), compared with a copy.
 
-To add a launch, add a `Way` to a group in `GROUPS`; timing and sanitizers use these groups. To add a
+To add a launch, add a `Way` to a group in `GROUPS`; `mmpos bench` and `make gpu` use these groups. To add a
 peer, add it to `mmpos_bench.peers.rotations`.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -22,12 +21,12 @@ with needed_for("the rotary suite", extra="all"):
     import torch
     from torch import Tensor
 
-    from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, cos_sin, rerotate, rotate_and_store
+    from mmpos.rotary import Cache, apply_rotary, cos_sin, rotate_and_store
     from mmpos_bench.cuda import Replays, by_events
-    from mmpos_bench.layers import EPS, PAGE, ROUNDING, SHAPES, Layer, Pair
-    from mmpos_bench.peers.rotations import COMPILED_THEN_OURS, DIFFUSERS, NORMS, ROTATIONS, Make
+    from mmpos_bench.layers import PAGE, SHAPES, Layer, Pair
+    from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS, Make
 
-_BUDGET, _EVENTS = Budget(1.0, 15), Budget(0.0, 15)
+_BUDGET, _EVENTS = Budget(0.7, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # maximum tokens for plain torch on a GPU; with more, a call takes most of a second
 _COLD, _MOST_SETS = 128 << 20, 64  # minimum bytes moved by all sets together, and maximum number of sets
 
@@ -54,13 +53,10 @@ SIZES = (*(Size(shape, 4096) for shape in ("7B layer", "72B layer", "vision enco
 SMALL_SIZES = [Size("7B layer", tokens) for tokens in (1, 16, 64)]
 """Small sizes for a CPU: a decoding step and a few tokens."""
 
-FUSED, JOINT = "generation, norm and rotation", "generation, one norm over all heads"
+FUSED = "generation, norm and rotation"
 
-GENERATION_SIZES = {
-    FUSED: [Size("FLUX.1 layer", 4608), Size("video layer", 32760)],
-    JOINT: [Size("Wan layer", 32760)],
-}
-"""Sizes for generation models: 512 tokens of text with an image of 64×64, and 21 frames of 30×52."""
+FLUX = Size("FLUX.1 layer", 4608)
+"""Size for an image generation model: 512 tokens of text with an image of 64×64."""
 
 # The most important sizes come first, so that a run cut off by the time limit still includes them.
 GPU_SIZES = (
@@ -105,7 +101,7 @@ class Bench:
 
     def _line_up(self, group: str, size: Size, options: SuiteOptions) -> Lineup:
         layer, work_of_group = self.layer(size), ALL_GROUPS[group]
-        ways = [*work_of_group.of(layer), *work_of_group.peers(layer, options)]
+        ways = [*work_of_group.ways, *work_of_group.peers(layer, options)]
         if self.device == "cuda" and layer.tokens > _REFERENCE:
             ways = [way for way in ways if way.name != "mmpos, reference"]
         work = {"tokens": layer.tokens, "documents": size.documents, "bytes": work_of_group.moved(layer)}
@@ -123,6 +119,7 @@ def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
     if bench.device == "cpu" and not bench.toy:
         for size in SMALL_SIZES[:1] if options.quick else SMALL_SIZES:
             yield from (bench.compare(group, size, options) for group in SMALL_GROUPS)
+    yield bench.compare(FUSED, replace(FLUX, tokens=42) if options.quick else FLUX, options)
     sizes: Sequence[Size] = [Size("7B layer", 8), Size("vision encoder", 8)][: 1 if bench.toy else 2]
     if not options.quick:
         sizes = GPU_SIZES if bench.device == "cuda" else SIZES
@@ -130,15 +127,6 @@ def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
         # Compiling takes seconds per group.
         groups = list(GROUPS)[: 2 if options.quick and size is not sizes[0] else None]
         yield from (bench.compare(group, size, options) for group in groups)
-        if size is sizes[0]:
-            yield from generation(bench, options)
-
-
-def generation(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield the groups of generation models."""
-    for group, sizes in GENERATION_SIZES.items():
-        for size in [replace(sizes[0], tokens=42)] if options.quick else filter(partial(fits, bench), sizes):
-            yield bench.compare(group, size, options)
 
 
 def fits(bench: Bench, size: Size) -> bool:
@@ -164,7 +152,6 @@ class Way:
     make: Callable[[Layer], Call]
     prove: Prove = lambda layer, got, before: None  # required except for limits
     role: Role = Role.OURS
-    one_ladder: bool = False  # whether all axes must share one ladder of frequencies, as in an engine's cache
 
 
 @dataclass(frozen=True)
@@ -174,10 +161,6 @@ class WaysOfWork:
     ways: Sequence[Way]
     moved: Callable[[Layer], int] = lambda layer: layer.moved  # number of bytes that are read and written
     peers: Callable[[Layer, SuiteOptions], Iterator[Way]] = lambda layer, options: iter(())
-
-    def of(self, layer: Layer) -> list[Way]:
-        """Return the ways that can rotate a layer, without peers."""
-        return [way for way in self.ways if layer.rotary.shares_ladder or not way.one_ladder]
 
 
 def contestant(way: Way, layer: Layer) -> Contestant:
@@ -221,28 +204,6 @@ def _normalised(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) 
     layer.judge(got[:2], before, rounded=rounded, norm=True)
 
 
-def _as_reference(layer: Layer, got: Any, before: Pair, *, make: Callable[[Layer], Call]) -> None:
-    """Compare with the same call to the reference, for work without a formula in this file."""
-    for x, kept in zip(layer.sets[0], before, strict=True):
-        x.copy_(kept)
-    twin = copy(layer)
-    twin.how = "reference"
-    _close(layer, got, make(twin)(0))
-
-
-def _normalised_after(layer: Layer, got: Any, before: Pair) -> None:
-    q, k = apply_rotary(before[0].float(), before[1].float(), layer.table, layer.rotary, implementation="reference")
-    assert k is not None
-    _close(layer, got, layer.normed((q, k)))
-
-
-def _close(layer: Layer, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    for x, expected in zip(got, want, strict=True):
-        error = float(((x.double() - expected.double()).abs().amax() / expected.double().abs().amax()).cpu())
-        at_most = ROUNDING[layer.dtype][True]
-        holds(error <= at_most, f"an error of {error:.1e}", f"at most {at_most:.1e}")
-
-
 def _stored(layer: Layer, got: Any, before: Pair, *, norm: bool = True, rounded: bool = False) -> None:
     at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
     keys, values = layer.caches
@@ -250,11 +211,6 @@ def _stored(layer: Layer, got: Any, before: Pair, *, norm: bool = True, rounded:
     holds(torch.equal(values[at], layer.values[0][0]), "other values in the cache", "v")
     keys.zero_()
     values.zero_()
-
-
-def _moved(layer: Layer, got: Any, before: Pair) -> None:
-    at = layer.slots[0] // PAGE, layer.slots[0] % PAGE
-    layer.judge([layer.caches[0][at][None]], before[1:], angles=layer.angles.flip(0) - layer.angles)
 
 
 def _copy(layer: Layer, *, tensors: str = "qk", fresh: bool = False, times: int = 1) -> Call:
@@ -271,12 +227,12 @@ def _copy(layer: Layer, *, tensors: str = "qk", fresh: bool = False, times: int 
     return lambda i: [out.copy_(x) for out, x in zip(outs[i], sources(i), strict=True)]
 
 
-def _rotate(layer: Layer, *, dense: bool = False, norm: bool = False, after: bool = False, **options: Any) -> Call:
+def _rotate(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
     """Rotate by a position table or by dense ids."""
     positions = layer.dense if dense else layer.table
     arguments = {"implementation": layer.how} | options
     if norm:
-        arguments["norm"] = layer.norm._replace(after=after)
+        arguments["norm"] = layer.norm
     return lambda i: apply_rotary(*layer.sets[i], positions, layer.rotary, **arguments)
 
 
@@ -284,17 +240,6 @@ def _rotate_at_following(layer: Layer, **options: Any) -> Call:
     """Rotate by the position table of the decoded tokens."""
     table, _ = layer.following
     return lambda i: apply_rotary(*layer.sets[i], table, layer.rotary, **options)
-
-
-def _by_cache(layer: Layer) -> Call:
-    """Rotate by an engine's cache of cos and sin."""
-    angle = torch.arange(int(layer.dense.max()) + 1)[:, None] * torch.from_numpy(layer.rotary.inv_freq_array.copy())
-    return _rotate(layer, cos_sin=torch.cat((angle.cos(), angle.sin()), -1).to(layer.device, torch.float32))
-
-
-def _rotate_half(layer: Layer) -> Call:
-    half = Rotary(layer.shape.head_dim, rotary_dim=layer.shape.head_dim // 2)
-    return lambda i: apply_rotary(*layer.sets[i], layer.table, half, implementation=layer.how)
 
 
 def _phases(layer: Layer) -> Call:
@@ -316,23 +261,20 @@ def _norm_first(layer: Layer, **options: Any) -> Call:
     return lambda i: apply_rotary(*layer.normed(layer.sets[i]), layer.table, layer.rotary, **arguments)
 
 
-def _both_ways(layer: Layer, *, dense: bool = False, norm: bool = False, **options: Any) -> Call:
+def _both_ways(layer: Layer, *, dense: bool = False, **options: Any) -> Call:
     positions = layer.dense if dense else layer.table
-    weights = [x.detach().clone().requires_grad_() for x in layer.weights if norm]
     arguments = {"implementation": layer.how} | options
-    if norm:
-        arguments["norm"] = Norm(weights[0], weights[1], EPS)
-    return _with_gradients(layer, lambda q, k: apply_rotary(q, k, positions, layer.rotary, **arguments), weights)
+    return _with_gradients(layer, lambda q, k: apply_rotary(q, k, positions, layer.rotary, **arguments))
 
 
-def _with_gradients(layer: Layer, rotate: Callable[[Tensor, Tensor], Any], weights: Sequence[Tensor] = ()) -> Call:
+def _with_gradients(layer: Layer, rotate: Callable[[Tensor, Tensor], Any]) -> Call:
     """Rotate copies of q and k and compute gradients; q and k also serve as the gradients of the outputs."""
     leaves = [tuple(x.detach().clone().requires_grad_() for x in pair) for pair in layer.sets]
 
     def call(i: int) -> tuple[Tensor, ...]:
         q, k = leaves[i]
         outs = [x for x in rotate(q, k) if x is not None]
-        return torch.autograd.grad(outs, [q, k, *weights], layer.sets[i])
+        return torch.autograd.grad(outs, [q, k], layer.sets[i])
 
     return call
 
@@ -357,14 +299,6 @@ def _rotate_then_store(layer: Layer, *, norm: bool = False) -> Call:
     return call
 
 
-def _move(layer: Layer) -> Call:
-    """Rotate stored keys from their positions to the same positions in reverse order."""
-    keys, reverse = layer.caches[0], layer.dense.flip(1)
-    for slots, (_, k) in zip(layer.slots, layer.sets, strict=True):
-        keys.flatten(0, 1)[slots] = k[0]
-    return lambda i: rerotate(keys, layer.slots[i], layer.table, reverse, layer.rotary, implementation=layer.how)
-
-
 def _peers(layer: Layer, options: SuiteOptions, kind: str) -> Iterator[Way]:
     """Yield the peers that support a kind of rotation: into new tensors ("fresh"), "inplace" or "training"."""
     for name, load in ROTATIONS.items():
@@ -385,16 +319,10 @@ def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
 
 
 def _norms(layer: Layer, options: SuiteOptions, peers: Mapping[str, Make]) -> Iterator[Way]:
-    """Yield the peers that normalise as well, and our rotation after a compiled norm."""
+    """Yield the peers that normalise as well."""
     for name, make in peers.items():
         if rotate := options.peer(name, partial(make, layer)):
-            role = Role.OURS if name in COMPILED_THEN_OURS else Role.PEER
-            yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), role)
-
-
-def _part(name: str, make: Callable[[Layer], Call]) -> Way:
-    """Return a way whose results are compared with those of the same call to the reference."""
-    return Way(name, make, partial(_as_reference, make=make), Role.PART)
+            yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
 
 
 def _ours(**options: Any) -> list[Way]:
@@ -432,7 +360,6 @@ GROUPS: Mapping[str, WaysOfWork] = {
             Way("mmpos, table", _both_ways, _rotated_back),
             Way("mmpos, dense ids", partial(_both_ways, dense=True), _rotated_back),
             Way("mmpos, reference", partial(_both_ways, implementation="reference"), _rotated_back, Role.PART),
-            _part("with a norm", partial(_both_ways, norm=True)),
         ],
         lambda layer: 2 * layer.moved,
         partial(_peers, kind="training"),
@@ -446,20 +373,6 @@ GROUPS: Mapping[str, WaysOfWork] = {
             Way("separate operations", _rotate_then_store, partial(_stored, rounded=True), Role.PEER),
         ],
         lambda layer: layer.moved + 2 * layer.values[0].nbytes,
-    ),
-    "other rotations": WaysOfWork(
-        [
-            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("conjugate", partial(_rotate, conjugate=True), _rotated_back, Role.PART),
-            Way("by an engine's cache", _by_cache, _rotated, Role.PART, one_ladder=True),
-            _part("half of each head", _rotate_half),
-            Way("norm after", partial(_rotate, norm=True, after=True), _normalised_after, Role.PART),
-            Way("norm, in place", partial(_rotate, norm=True, inplace=True), _normalised, Role.PART),
-        ]
-    ),
-    "stored keys moved": WaysOfWork(
-        [Way("copy of k", partial(_copy, tensors="k"), role=Role.LIMIT), Way("mmpos, rerotate", _move, _moved)],
-        lambda layer: 2 * layer.k.nbytes,
     ),
 }
 """Groups of ways by name."""
@@ -482,41 +395,16 @@ SMALL_GROUPS: Mapping[str, WaysOfWork] = {
 """Groups that run only on a CPU, with small sizes whose calls cost more than their tokens."""
 
 
-GENERATION_GROUPS: Mapping[str, WaysOfWork] = {
-    FUSED: WaysOfWork(
-        [
-            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
-            Way("mmpos, at once, in place", partial(_rotate, norm=True, inplace=True), _normalised),
-            Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
-        ],
-        peers=partial(_norms, peers=DIFFUSERS),
-    ),
-    JOINT: WaysOfWork(
-        [
-            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("torch's norm, then mmpos", partial(_norm_first, inplace=True), partial(_normalised, rounded=True)),
-        ],
-        peers=partial(_norms, peers={**COMPILED_THEN_OURS, **DIFFUSERS}),
-    ),
-}
-"""Groups of generation models, with the sizes of their layers."""
+GENERATION = WaysOfWork(
+    [
+        Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
+        Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
+        Way("mmpos, at once, in place", partial(_rotate, norm=True, inplace=True), _normalised),
+        Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
+    ],
+    peers=partial(_norms, peers=DIFFUSERS),
+)
+"""Work of a layer of an image generation model."""
 
-ALL_GROUPS: Mapping[str, WaysOfWork] = {**SMALL_GROUPS, **GROUPS, **GENERATION_GROUPS}
+ALL_GROUPS: Mapping[str, WaysOfWork] = {**SMALL_GROUPS, **GROUPS, FUSED: GENERATION}
 """Groups of all devices."""
-
-
-def launches(bench: Bench, size: Size, only: Sequence[str] = ()) -> dict[str, Call]:
-    """Return all of our calls and the copies, keyed by "group: name", or only the selected ones.
-
-    Args:
-        bench: creates the layers.
-        size: size of the layer; the group of generation models uses a FLUX.1 layer with the same number of tokens and
-            documents.
-        only: names of calls; empty means all.
-    """
-    layer, image = bench.layer(size, sets=1), bench.layer(replace(size, shape="FLUX.1 layer"), sets=1)
-    calls = [(f"{group}: {way.name}", way, layer) for group, work in GROUPS.items() for way in work.of(layer)]
-    calls += [(f"{FUSED}: {way.name}", way, image) for way in GENERATION_GROUPS[FUSED].of(image)]
-    ours = [call for call in calls if call[1].role is not Role.PEER and "reference" not in call[1].name]
-    return {name: way.make(layer) for name, way, layer in ours if not only or name in only}

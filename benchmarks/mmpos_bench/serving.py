@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ import grpc
 from mmpos.errors import ServiceError
 from mmpos_bench.images import PHOTOS
 from mmpos_bench.proofs import NotEqualError
-from mmpos_bench.timing import Call, Timer, in_turns
+from mmpos_bench.timing import Budget, Call, Timing, in_turns
 from mmpos_server.config import load
 from mmpos_server.listening import Listen, address, transport_options
 
@@ -188,19 +188,15 @@ class Load:
         self.turns.append(LoadTurn(per_second, (self.server.cpu - began) / calls))
         return self.turns[-1]
 
-    def to(self, server: ServerProcess, path: str, answer: bytes) -> Load:
-        """Return the same load on another server's method."""
-        return Load(server, replace(self.order, path=path, answer=answer), self.pool, self.count)
-
 
 def ask(channel: grpc.Channel, path: str, request: bytes) -> bytes:
     """Call a method, or send it a stream of one item, and return the answer."""
     call: Any = channel.stream_stream(path) if "/Stream" in path else channel.unary_unary(path)
     answer: bytes
     if "/Stream" in path:
-        (answer,) = call(iter([request]), timeout=60)
+        (answer,) = call(iter([request]), timeout=300)
     else:
-        answer = call(request, timeout=60)
+        answer = call(request, timeout=300)
     return answer
 
 
@@ -266,22 +262,15 @@ def _check(answer: bytes, order: Order) -> None:
         raise NotEqualError(f"got {len(answer)} bytes, want the expected {len(order.answer)} bytes")
 
 
-def _by(seconds: Callable[[LoadTurn], float]) -> Timer:
-    """Return a timer for loads, which time themselves; the first turn of each load is a warm-up."""
+def by_rate(calls: Mapping[str, Call], budget: Budget) -> dict[str, Timing]:
+    """Measure the seconds per call of loads, which time themselves; the first turn of each load is a warm-up."""
 
     def turn(call: Call) -> float:
         result = call()
         assert isinstance(result, LoadTurn)
-        return seconds(result)
+        return 1 / result.per_second
 
-    return lambda calls, budget, tick: in_turns(calls, budget.rounds, 1, turn, tick)
-
-
-by_cpu = _by(lambda turn: turn.cpu)
-"""Timer of the server's processor seconds per call."""
-
-by_rate = _by(lambda turn: 1 / turn.per_second)
-"""Timer of wall-clock seconds per call for concurrent calls."""
+    return in_turns(calls, budget.rounds, 1, turn)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date
 from enum import StrEnum
-from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import TypeVar
@@ -13,9 +13,10 @@ from typing import TypeVar
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import one_of
 from mmpos_bench.machine import MALLOCS, set_malloc, stamp
+from mmpos_bench.measured import code_of
 from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Measurement, SuiteReport, Timed
-from mmpos_bench.timing import Budget, Call, Tick, Timer, compare
+from mmpos_bench.timing import Budget, Call, Timer, compare
 
 SUITES: Mapping[str, str] = MappingProxyType(
     {
@@ -31,11 +32,6 @@ SUITES: Mapping[str, str] = MappingProxyType(
 FULL, QUICK = Budget(0.5, 21), Budget(0.0, 2)
 
 T = TypeVar("T")
-
-Watch = Callable[[str, int, int], None]
-"""Callback that receives the current comparison's title, its number of completed rounds and its total number of
-rounds.
-"""
 
 Attempt = Callable[[str, Callable[[], object]], bool]
 """Function that does a named piece of work and returns whether it succeeded."""
@@ -115,7 +111,7 @@ class Comparison:
         """Group and name."""
         return f"{self.group}: {self.name}"
 
-    def measure(self, budget: Budget, tick: Tick, attempt: Attempt = strictly) -> Measurement:
+    def measure(self, budget: Budget, attempt: Attempt = strictly) -> Measurement:
         """Check the results of all contestants, then time those whose check succeeds under ``attempt``.
 
         Raises:
@@ -123,7 +119,7 @@ class Comparison:
         """
         lineup = self.line_up()
         proved = [one for one in lineup.contestants if attempt(f"{self.title}, {one.name}", one.proof)]
-        times = self.timer({one.name: one.call for one in proved}, budget, tick)
+        times = self.timer({one.name: one.call for one in proved}, budget)
         timed = tuple(Timed(one.name, one.role.value, times[one.name]) for one in proved)
         work = dict(lineup.work)
         return Measurement(self.group, self.name, timed, work, self.unit, dict(lineup.facts()))
@@ -156,7 +152,7 @@ def run(
     quick: bool = False,
     malloc: str = "default",
     only: str = "",
-    watch: Watch = lambda title, done, rounds: None,
+    watch: Callable[[str], None] = lambda title: None,
 ) -> SuiteReport:
     """Run a suite on this machine; Ctrl-C ends the run but keeps completed comparisons.
 
@@ -166,7 +162,7 @@ def run(
         quick: run every path once with toy sizes.
         malloc: "default" or "tuned"; the setting persists for the rest of the process.
         only: text that the title of a comparison must contain.
-        watch: called before each comparison and after every round.
+        watch: called with the title of each comparison before it is measured.
 
     Raises:
         InvalidInputError: the suite or malloc setting is unknown, or no title contains ``only``.
@@ -187,12 +183,13 @@ def run(
     try:
         for case in cases(options):
             if only in case.title:
-                watch(case.title, 0, 1)
-                measurements.append(case.measure(QUICK if quick else case.budget, partial(watch, case.title)))
+                watch(case.title)
+                measurements.append(case.measure(QUICK if quick else case.budget))
     except KeyboardInterrupt:
         if not measurements:
             raise
         interrupted = True
     if not measurements:
         raise InvalidInputError(f"only: got {only!r}, want part of a case's name")
-    return SuiteReport(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)
+    report = SuiteReport(suite, command, quick, stamp(malloc), tuple(measurements), options.missing, interrupted)
+    return replace(report, date=date.today().isoformat(), code=code_of(suite))

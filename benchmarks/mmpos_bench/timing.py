@@ -11,9 +11,6 @@ from itertools import repeat
 
 Call = Callable[[], object]
 
-Tick = Callable[[int, int], None]
-"""Callback that receives the number of completed rounds and the total number of rounds after every round."""
-
 _SHORTEST = 2e-4  # minimum seconds of a turn that estimates the time of a call
 _FEWEST = 3  # minimum turns of a contestant, even if it exceeds its time budget
 
@@ -46,13 +43,11 @@ class Timing:
         return cls(statistics.median(values), cuts[1], cuts[7], len(values))
 
 
-Timer = Callable[[Mapping[str, Call], Budget, Tick], dict[str, Timing]]
+Timer = Callable[[Mapping[str, Call], Budget], dict[str, Timing]]
 """Function that times contestants by name: `compare`, or a suite's own for devices and other processes."""
 
 
-def compare(
-    calls: Mapping[str, Call], budget: Budget = Budget(), tick: Tick = lambda done, rounds: None
-) -> dict[str, Timing]:
+def compare(calls: Mapping[str, Call], budget: Budget = Budget()) -> dict[str, Timing]:
     """Measure contestants with this machine's clock.
 
     A turn consists of as many calls as fit into the contestant's share of a round. Slower contestants skip rounds at
@@ -65,7 +60,7 @@ def compare(
     def plays(call: Call, turn: int) -> bool:
         return turn * turns[call] % budget.rounds < turns[call]
 
-    return in_turns(calls, budget.rounds, 0, lambda call: _turn(call, max(1, int(share / once[call]))), tick, plays)
+    return in_turns(calls, budget.rounds, 0, lambda call: _turn(call, max(1, int(share / once[call]))), plays)
 
 
 def _once(call: Call) -> float:
@@ -91,7 +86,6 @@ def in_turns(
     rounds: int,
     warm: int,
     seconds: Callable[[Call], float],
-    tick: Tick,
     plays: Callable[[Call, int], bool] = lambda call, turn: True,
 ) -> dict[str, Timing]:
     """Measure alternating contestants.
@@ -101,7 +95,6 @@ def in_turns(
         rounds: number of rounds after warm-up.
         warm: number of warm-up rounds.
         seconds: function that runs one turn of a call and returns the seconds per call.
-        tick: function called after every round except warm-up rounds.
         plays: function that returns whether a call has a turn in a round.
     """
     spent: dict[str, list[float]] = {name: [] for name in calls}
@@ -111,8 +104,6 @@ def in_turns(
                 took = seconds(call)
                 if turn >= 0:
                     spent[name].append(took)
-        if turn >= 0:
-            tick(turn + 1, rounds)
     return {name: Timing.of(values) for name, values in spent.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
@@ -40,19 +39,6 @@ WORKLOADS: dict[str, list[Document]] = {
 }
 
 
-def prompted(images: int) -> list[Document]:
-    """Draw random images with sides of 32 to 80, each preceded by its prompt."""
-    draw = random.Random(0)
-    return [[Text(512), Grid(draw.randint(32, 80), draw.randint(32, 80))] for _ in range(images)]
-
-
-PROMPTED: dict[str, list[Document]] = {
-    "1 image of 64×64": [[Text(512), Grid(64, 64)]],
-    "64 images, sides of 32 to 80": prompted(64),
-}
-"""Images of generation models, each preceded by its prompt."""
-
-
 def tokens_of(part: Text | Grid) -> int:
     """Return the number of tokens in a text, image or video."""
     return part.frames * part.height * part.width if isinstance(part, Grid) else part.length
@@ -66,11 +52,11 @@ def counts(documents: list[Document]) -> dict[str, int]:
 
 
 def loop_ids(documents: list[Document], scheme: str) -> Ids:
-    """Compute the ids of packed documents with text, still images and, for "wan", videos.
+    """Compute the ids of packed documents with text and still images.
 
     Args:
         documents: the parts of each document.
-        scheme: "rope-tie", "rope-tie-v2", "mrope", "flux" (images without reference images) or "wan".
+        scheme: "rope-tie", "rope-tie-v2", "mrope" or "flux" (images without reference images).
 
     Returns:
         (axes, tokens) ids.
@@ -129,5 +115,4 @@ _LOOPS: Mapping[str, tuple[int, Callable[[Grid], tuple[Ids, int]], bool]] = {
     "rope-tie-v2": (2, _tie_v2, True),
     "mrope": (3, _mrope, True),
     "flux": (3, _latent, False),
-    "wan": (3, _latent, False),
 }

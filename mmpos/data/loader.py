@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Generic, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ class DatasetState(StreamState):
     of: dict[str, object]
 
 
-class BatchDataset(IterableDataset[_Item]):
+class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type checkers without torch as well
     """Dataset of batches, for ``DataLoader(dataset, batch_size=None)`` with any number of workers, forked or spawned.
 
     The batches depend only on the arguments, the epoch and the number of workers. All workers of all ranks together
@@ -77,6 +77,10 @@ class BatchDataset(IterableDataset[_Item]):
     Raises:
         InvalidInputError: an argument is invalid.
     """
+
+    if TYPE_CHECKING:  # without torch, pyright reads __init__ only if it knows __new__
+
+        def __new__(cls, *args: object, **options: object) -> Self: ...  # noqa: D102
 
     def __init__(
         self,

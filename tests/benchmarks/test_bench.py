@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from importlib import import_module
 from io import StringIO
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import fill_tables
 import numpy as np
 import pytest
 from fill_tables import PAGES, filled_in
@@ -26,9 +28,10 @@ from mmpos.cli import app
 from mmpos.support.checks import IntArray
 from mmpos_bench.command import print_report
 from mmpos_bench.machine import Machine, stamp
+from mmpos_bench.measured import MEASURED, ROOT, code_of
 from mmpos_bench.proofs import NotEqualError, equal
 from mmpos_bench.results import Measurement, SuiteReport, Timed, from_json, to_json, to_markdown
-from mmpos_bench.suites import Comparison, Lineup, SuiteOptions, giving, limit, run
+from mmpos_bench.suites import SUITES, Comparison, Lineup, SuiteOptions, giving, limit, run
 from mmpos_bench.timing import Budget, Timing, compare
 
 MACHINE = Machine(
@@ -76,7 +79,7 @@ def test_a_wrong_result_ends_the_run_before_anything_is_timed() -> None:
     timer = Mock()
     case = Comparison("ids", "a", lambda: Lineup((fill, right, wrong), {"tokens": 4}), timer=timer)
     with pytest.raises(NotEqualError, match=re.escape("ids: a, wrong: [0]: got 1, want 2")):
-        case.measure(Budget(0.0, 2), lambda done, rounds: None)
+        case.measure(Budget(0.0, 2))
     assert [call.call_count for call in calls] == [0, 1, 1]  # called by the proofs
     assert not timer.called
 
@@ -89,7 +92,7 @@ def test_a_contestant_whose_attempt_fails_is_omitted() -> None:
         return "wrong" not in name
 
     lineup = Lineup((limit("fill", int), giving("wrong", int, 1), giving("right", int, 0)), {"tokens": 4})
-    measured = Comparison("g", "n", lambda: lineup).measure(Budget(0.0, 2), lambda done, rounds: None, attempt)
+    measured = Comparison("g", "n", lambda: lineup).measure(Budget(0.0, 2), attempt)
     assert [e.name for e in measured.entries] == ["fill", "right"]
     assert names == ["g: n, fill", "g: n, wrong", "g: n, right"]
 
@@ -130,14 +133,12 @@ def test_contestants_alternate_and_slow_ones_take_at_least_three_turns() -> None
         if not turns or turns[-1] != name:
             turns.append(name)
 
-    ticks: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmpos_bench.timing.time.perf_counter", lambda: now[0])
         calls = {"fast": lambda: call("fast", 2**-10), "slow": lambda: call("slow", 2.0)}
-        times = compare(calls, Budget(1.0, 5), lambda done, rounds: ticks.append((done, rounds)))
+        times = compare(calls, Budget(1.0, 5))
     assert {name: (t.median, t.turns) for name, t in times.items()} == {"fast": (2**-10, 5), "slow": (2.0, 3)}
     assert turns[2:] == ["fast", "slow"] * 3
-    assert ticks == [(i, 5) for i in range(1, 6)]
 
 
 def test_a_timing_contains_the_median_and_percentiles_of_its_turns() -> None:
@@ -155,9 +156,9 @@ def test_our_contestants_are_compared_with_the_limit_and_peers_but_parts_only_wi
 
 def test_reports_round_trip_through_json() -> None:
     broken = replace(REPORT, suite="images", measurements=(), missing={}, interrupted=True, failed={"a": "b"})
-    assert from_json(to_json((REPORT, broken))) == (REPORT, broken)
+    assert [from_json(to_json(report)) for report in (REPORT, broken)] == [REPORT, broken]
     precise = replace(MEASUREMENT, entries=(Timed("x", "ours", Timing(1.23456e-6, 1.0, 2.0, 3)),))
-    (report,) = from_json(to_json([replace(REPORT, measurements=(precise,))]))
+    report = from_json(to_json(replace(REPORT, measurements=(precise,))))
     assert report.measurements[0]["x"].timing.median == 1.235e-6
 
 
@@ -193,16 +194,17 @@ def test_missing_peers_are_reported_unless_peers_are_disabled() -> None:
     assert disabled.missing == {}
 
 
-def test_a_suite_runs_only_the_selected_cases_and_reports_progress() -> None:
-    progress: list[tuple[str, int, int]] = []
-    report = run("positions", quick=True, only="float64: d", watch=lambda *step: progress.append(step))
+def test_a_suite_runs_only_the_selected_cases_and_names_them() -> None:
+    titles: list[str] = []
+    report = run("positions", quick=True, only="float64: d", watch=titles.append)
     title = "dense(out=), rope-tie-v2, float64: d: 1 × 8k tokens of text"
-    assert progress == [(title, 0, 1), (title, 1, 2), (title, 2, 2)]
+    assert titles == [title]
     (measured,) = report.measurements
     assert (f"{measured.group}: {measured.name}", measured.work["bytes"]) == (title, 8192 * 2 * 8)
     timed = [(e.name, e.role, e.timing.turns) for e in measured.entries]
     assert timed == [("fill", "limit", 2), ("dense(out=)", "ours", 2)]
     assert (report.suite, report.quick, report.missing) == ("positions", True, {})
+    assert (report.date, report.code) == (date.today().isoformat(), code_of("positions"))
     assert report.command == "mmpos bench positions --quick --malloc default --only 'float64: d'"
     with pytest.raises(InvalidInputError, match="only: got 'nothing such', want part of a case's name"):
         run("positions", quick=True, only="nothing such")
@@ -215,7 +217,7 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
     arguments = ["bench", "positions", "--quick", "--only", "int32: d"]
     done = CliRunner().invoke(app, [*arguments, "--json", str(figures)], catch_exceptions=False)
     assert done.exit_code == 0
-    (report,) = from_json(figures.read_text())
+    report = from_json(figures.read_text())
     assert [m.group for m in report.measurements] == ["dense(out=), rope-tie, int32"]
     lines = done.stdout.splitlines()
     assert "quick: every path ran once; the figures are meaningless" in lines
@@ -225,7 +227,7 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines[at + 3 : at + 6]] == ["fill", "dense(out=)", "limit:"]
     assert re.search(r"\d+–\d.*\d×$", lines[at + 4])
     printed = CliRunner().invoke(app, [*arguments, "--json", "-"], catch_exceptions=False)
-    assert json.loads(printed.stdout)["reports"][0]["suite"] == "positions"
+    assert json.loads(printed.stdout)["suite"] == "positions"
 
 
 def test_an_interrupted_command_writes_the_completed_cases(
@@ -238,7 +240,7 @@ def test_an_interrupted_command_writes_the_completed_cases(
     monkeypatch.setattr("mmpos_bench.positions.cases", cases)
     arguments, figures = ["bench", "positions", "--quick", "--json"], tmp_path / "figures.json"
     assert main([*arguments, str(figures)]) == 130
-    (report,) = from_json(figures.read_text())
+    report = from_json(figures.read_text())
     assert ([m.name for m in report.measurements], report.interrupted) == (["first"], True)
     printed = capsys.readouterr()
     assert "interrupted: only completed cases are shown" in printed.out.splitlines()
@@ -288,6 +290,51 @@ def test_tables_on_pages_match_the_recorded_figures(page: Path) -> None:
 
 
 def test_a_table_without_figures_is_refused() -> None:
-    with pytest.raises(SystemExit, match="abacus; positions; default; ids: found no such figures"):
-        filled_in("<!-- bench: abacus; positions; default; ids -->\n<!-- /bench -->")
+    with pytest.raises(SystemExit, match="abacus; ids: found no such figures"):
+        filled_in("<!-- bench: abacus; ids -->\n<!-- /bench -->")
     assert PAGES[1].read_text(encoding="utf-8").count("<!-- bench: ") >= 5
+
+
+def test_every_measured_name_exists_and_every_suite_has_a_hash() -> None:
+    assert {*MEASURED} == {*SUITES}
+    assert [name for names in MEASURED.values() for name in names if not [*ROOT.glob(name)]] == []
+    assert len({code_of(suite) for suite in SUITES}) == len(SUITES)
+
+
+def test_the_hash_of_a_suite_changes_with_the_code_but_not_with_names_and_white_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmpos_bench.measured.ROOT", tmp_path)
+    assert code_of("images") == ""
+    folder = tmp_path / "mmpos/images/deep"
+    folder.mkdir(parents=True)
+    for number in range(9):
+        (folder / f"{number}.py").write_text(f"x = {number}\n")
+    (folder / "b.py").write_text("y = 2\n")
+    (folder / "a.pyc").write_bytes(b"\xff")
+    before = code_of("images")
+    for number in range(9):
+        (folder / f"{number}.py").rename(folder.parent / f"{9 - number}.py")
+    (folder / "b.py").write_text("y  =  2\n\n")
+    assert code_of("images") == before != ""
+    (folder / "b.py").write_text("y = 3\n")
+    assert code_of("images") != before
+
+
+def test_a_table_says_when_and_where_it_was_recorded_and_whether_the_code_has_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill_tables, "RESULTS", tmp_path)
+    part = replace(MEASUREMENT, entries=MEASUREMENT.entries[:3])
+    report = replace(REPORT, measurements=(part,), date="2026-11-29", code=code_of("positions"))
+    table = (
+        "|  | fill (limit) | mmpos (× limit) |\n| --- | ---: | ---: |\n| a: one | 2.00 µs | 3.00 µs (1.50×) |\n\n"
+        "2026-11-29, abc, AMD EPYC, 2 cores, load 0.5"
+    )
+    for code, age in ((report.code, ""), ("other", ", **before later changes**")):
+        (tmp_path / "positions.json").write_text(to_json(replace(report, code=code)))
+        page = "<!-- bench: positions; ids -->\n{}<!-- /bench -->\n"
+        assert filled_in(page.format("old\n")) == page.format(f"{table}{age}.\n")
+    (tmp_path / "positions.json").write_text(to_json(replace(report, quick=True)))
+    with pytest.raises(SystemExit, match="positions; ids: found no such figures"):
+        filled_in("<!-- bench: positions; ids -->\n<!-- /bench -->")

@@ -17,10 +17,10 @@ from mmpos_bench.data import mix
 from mmpos_bench.layers import SHAPES, Layer, LayerShape, interleaved
 from mmpos_bench.peers.rotations import ROTATIONS, by_formula
 from mmpos_bench.proofs import NotEqualError
-from mmpos_bench.rotary import ALL_GROUPS, GENERATION_SIZES, Bench, compared, contestant
-from mmpos_bench.serving import LoadTurn, by_cpu, by_rate
+from mmpos_bench.rotary import ALL_GROUPS, FUSED, Bench, compared, contestant
+from mmpos_bench.serving import LoadTurn, by_rate
 from mmpos_bench.suites import Role, SuiteOptions
-from mmpos_bench.timing import Budget, Timer
+from mmpos_bench.timing import Budget
 from mmpos_bench.workloads import workload
 
 SMALL = {"interleaved": LayerShape(2, 1, 8), "axial": LayerShape(2, 2, 8, (4, 4))}
@@ -51,13 +51,13 @@ def test_rotations_are_checked_at_every_token_and_channel(layer: Layer) -> None:
 @pytest.mark.parametrize(
     ("group", "shape"),
     [
-        *((group, shape) for group in sorted(ALL_GROUPS.keys() - GENERATION_SIZES.keys()) for shape in SMALL.values()),
-        *((group, SHAPES[sizes[0].shape].toy) for group, sizes in GENERATION_SIZES.items()),
+        *((group, shape) for group in sorted(ALL_GROUPS.keys() - {FUSED}) for shape in SMALL.values()),
+        (FUSED, SHAPES["FLUX.1 layer"].toy),
     ],
 )
 def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: str, shape: LayerShape) -> None:
     pair = ([interleaved(16)], workload(1, 16, 1, 3))
-    if group in GENERATION_SIZES:
+    if group == FUSED:
         pair = [shape.document(42)], [shape.document(21)] * 2
     right, other = (Layer(shape, documents, torch.float32, "cpu", sets=2) for documents in pair)
     assert right.values
@@ -65,7 +65,7 @@ def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: s
     wrong = copy(right)  # shares the caches
     wrong.table, wrong.dense, wrong.positions = other.table, other.dense, other.positions
     before = right.q.clone(), right.k.clone()
-    for way in ALL_GROUPS[group].of(right):
+    for way in ALL_GROUPS[group].ways:
         contestant(way, right).proof()
         assert torch.equal(right.q, before[0])  # restored
         if way.role is not Role.LIMIT:
@@ -76,9 +76,13 @@ def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: s
 
 
 def test_a_measurement_records_its_tokens_documents_and_bytes() -> None:
-    (case,) = [case for case in compared(Bench("cpu"), SuiteOptions(quick=True)) if "keys" in case.title]
-    measured = case.measure(Budget(0.0, 2), lambda done, rounds: None)
-    assert measured.work == {"tokens": 8, "documents": 1, "bytes": 2 * 8 * 8 * 128 * 2}
+    (case,) = [
+        case
+        for case in compared(Bench("cpu"), SuiteOptions(quick=True))
+        if case.group.startswith("norm, rotation and store")
+    ][:1]
+    measured = case.measure(Budget(0.0, 2))
+    assert measured.work == {"tokens": 8, "documents": 1, "bytes": 2 * 8 * (32 + 3 * 8 - 8) * 128 * 2}
     assert measured.name == "7B layer, 8 tokens"
 
 
@@ -120,15 +124,12 @@ def test_the_fill_in_arrival_order_excludes_truncated_tokens() -> None:
     assert data._fill_in_order([6, 5, 4, 20], 10) == (6 + 9 + 10) / 30
 
 
-@pytest.mark.parametrize(("timer", "medians"), [(by_cpu, [2.0, 5.0]), (by_rate, [0.25, 0.5])])
-def test_load_turns_report_their_own_seconds_and_the_first_is_a_warm_up(timer: Timer, medians: list[float]) -> None:
+def test_load_turns_report_their_own_seconds_and_the_first_is_a_warm_up() -> None:
     echo = iter([LoadTurn(1, 9.0), LoadTurn(4, 1.0), LoadTurn(4, 3.0)])
     ours = iter([LoadTurn(1, 9.0), LoadTurn(2, 5.0), LoadTurn(2, 5.0)])
-    ticks: list[tuple[int, int]] = []
     calls = {"echo": lambda: next(echo), "mmpos": lambda: next(ours)}
-    times = timer(calls, Budget(0.0, 2), lambda done, rounds: ticks.append((done, rounds)))
-    assert [timing.median for timing in times.values()] == medians
-    assert ticks == [(1, 2), (2, 2)]
+    times = by_rate(calls, Budget(0.0, 2))
+    assert [timing.median for timing in times.values()] == [0.25, 0.5]
 
 
 @pytest.mark.parametrize(

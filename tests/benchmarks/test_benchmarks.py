@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from fill_tables import RESULTS
 
 from mmpos.errors import ServiceError
-from mmpos_bench.peers.rotations import COMPILED_THEN_OURS, DIFFUSERS, NORMS
+from mmpos_bench.peers.rotations import DIFFUSERS, NORMS
 from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.results import SuiteReport, from_json
-from mmpos_bench.rotary import ALL_GROUPS, FUSED, JOINT
+from mmpos_bench.rotary import ALL_GROUPS, FUSED
 from mmpos_bench.serving import Load, Order, clients, echo, started
 from mmpos_bench.suites import SUITES, run
 
@@ -23,7 +24,6 @@ PEERS = {
     "forward and backward": PLAIN,
     "norm and rotation": [*NORMS],
     FUSED: [*DIFFUSERS],
-    JOINT: [*COMPILED_THEN_OURS, *DIFFUSERS],
 }
 """Peers by group of rotations on a CPU."""
 
@@ -41,8 +41,10 @@ def test_a_quick_suite_runs_every_path_with_the_recorded_contestants(suite: str)
     ways = {
         f"{name}, bfloat16": [way.name for way in ALL_GROUPS[name].ways] + PEERS.get(name, []) for name in ALL_GROUPS
     }
-    for want in [ways] if suite == "rotary" else map(contestants, kept(suite)):
-        assert contestants(report).items() >= want.items()  # a group may be newer than the recorded figures
+    if suite == "rotary":
+        assert contestants(report) == ways
+    elif (recorded := kept(suite)).code == report.code:
+        assert contestants(report) == contestants(recorded)
     assert {m.entries[0].role for m in report.measurements} == {"limit"}
     if suite == "data":
         whole, split = report.group("packs of a stream")[:2]
@@ -60,23 +62,22 @@ def contestants(report: SuiteReport) -> dict[str, list[str]]:
 # Ratios are taken from recorded figures, since measurements in a test depend on the machine's load.
 
 
-def kept(suite: str) -> list[SuiteReport]:
-    """Return a suite's recorded reports from all machines."""
-    paths = RESULTS.glob(f"*/{suite}-*.json")
-    return [report for path in paths for report in from_json(path.read_text(encoding="utf-8"))]
+def kept(suite: str) -> SuiteReport:
+    """Return a suite's recorded report."""
+    return from_json((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))
 
 
 def test_recorded_dense_ids_take_about_as_long_as_the_fill_and_batches_beat_the_loop_per_image() -> None:
-    for report in kept("positions"):
-        filled, built = report.group("dense(out=), rope-tie, int32"), report.group("from lists to dense ids")
-        assert [[m.name[0] for m in group] for group in (filled, built)] == [["a", "b", "c", "d"]] * 2
-        assert max(m.of_limit(m["dense(out=)"]) or 3 for m in filled) < 2
-        over = [m.over_peers(m[f"mmpos, {scheme}"]) for m in built[1:3] for scheme in ("rope-tie", "mrope")]
-        assert min(peers["loop per image"] for peers in over) > 10
+    report = kept("positions")
+    filled, built = report.group("dense(out=), rope-tie, int32"), report.group("from lists to dense ids")
+    assert [[m.name[0] for m in group] for group in (filled, built)] == [["a", "b", "c", "d"]] * 2
+    assert max(m.of_limit(m["dense(out=)"]) or 3 for m in filled) < 2
+    over = [m.over_peers(m[f"mmpos, {scheme}"]) for m in built[1:3] for scheme in ("rope-tie", "mrope")]
+    assert min(peers["loop per image"] for peers in over) > 10
 
 
 def test_recorded_cpu_rotations_take_about_as_long_as_the_copy() -> None:
-    rows = [m for report in kept("rotary") for m in report.group("in place, bfloat16") if "7B layer, 4" in m.name]
+    rows = [m for m in kept("rotary").group("in place, bfloat16") if "7B layer, 4" in m.name]
     assert max(m.of_limit(m["mmpos, table"]) or 3 for m in rows) < 2
 
 
@@ -84,13 +85,14 @@ def test_recorded_cpu_rotations_take_about_as_long_as_the_copy() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers")
 def test_clients_refuse_unexpected_answers() -> None:
     with started(echo()) as (server,), clients() as pool:
-        right = Load(server, Order("/echo/Bytes3", b"anything", bytes(3), 0.01), pool)
+        order = Order("/echo/Bytes3", b"anything", bytes(3), 0.01)
+        right = Load(server, order, pool)
         turn = right()
         assert turn.cpu > 0
         assert right.turns == [turn]
-        assert right.to(server, "/echo/Stream3", bytes(3))().per_second > 0
+        assert Load(server, replace(order, path="/echo/Stream3"), pool)().per_second > 0
         with pytest.raises(NotEqualError, match="/echo/Bytes4: got 4 bytes, want the expected 3 bytes"):
-            right.to(server, "/echo/Bytes4", bytes(3))()
+            Load(server, replace(order, path="/echo/Bytes4"), pool)()
 
 
 def test_a_server_that_does_not_start_causes_an_error() -> None:

@@ -99,16 +99,12 @@ def test_the_time_of_a_call_includes_its_wait_for_the_device(device: Device) -> 
 
 
 def test_several_times_the_cache_size_is_read_before_every_call(device: Device) -> None:
-    times = cuda.by_events({"a": lambda: device.queue(5, 100), "b": lambda: device.queue(5, 300)}, Budget(0.0, 4), tick)
+    times = cuda.by_events({"a": lambda: device.queue(5, 100), "b": lambda: device.queue(5, 300)}, Budget(0.0, 4))
     assert list(times) == ["a", "b"]
     assert [timing.median for timing in times.values()] == pytest.approx([100e-6, 300e-6])
     assert [timing.turns for timing in times.values()] == [4, 4]
     assert len(device.read) == len(device.slept)
     assert min(device.read) * 4 >= 4 * Device.L2_CACHE_SIZE
-
-
-def tick(done: int, rounds: int) -> None:
-    pass
 
 
 def test_calls_in_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +113,6 @@ def test_calls_in_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> No
     moments = iter(range(100))
     monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
     replays = cuda.Replays([lambda: called.append("a"), lambda: called.append("b")])
-    timing = cuda.by_events({"both": replays}, Budget(0.0, 5), tick)["both"]
+    timing = cuda.by_events({"both": replays}, Budget(0.0, 5))["both"]
     assert (timing.median, timing.p20, timing.p80, timing.turns) == (0.5, 0.5, 0.5, 5)
     assert called == ["a", "b"] * 8

@@ -7,8 +7,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 from xml.etree import ElementTree
@@ -16,9 +15,9 @@ from xml.etree import ElementTree
 import pytest
 
 from mmpos_bench import gpu
-from mmpos_bench.gpu import Kept, Part
-from mmpos_bench.gpu_launches import speeds
-from mmpos_bench.rotary import GENERATION_GROUPS, GROUPS
+from mmpos_bench.gpu import Part, measure
+from mmpos_bench.results import SuiteReport, from_json
+from mmpos_bench.rotary import ALL_GROUPS, SMALL_GROUPS
 from mmpos_bench.suites import Comparison, Contestant, Lineup, giving, limit
 
 ROOT = Path(__file__).parents[2]
@@ -40,14 +39,19 @@ def case(name: str, *contestants: Contestant) -> Comparison:
     return Comparison("g", name, lambda: Lineup(contestants, {"tokens": 1}))
 
 
+def measured(part: Part, *cases: Comparison, synchronize: Callable[[], None] = lambda: None) -> SuiteReport:
+    """Measure cases as part 2 does, and return its report."""
+    measure(part.path, lambda options: iter(cases), synchronize)
+    return from_json(part.path.read_text())
+
+
 def test_the_report_contains_all_problems_and_figures(part: Callable[[int], Part], tmp_path: Path) -> None:
     (tmp_path / "tests-gpu.xml").write_text(XML)
     part_2 = part(2)
-    speeds(part_2.kept, [case("n", limit("copy", int), giving("wrong", int, 1), giving("ours", int, 0))], never, True)
-    kept = part_2.kept
-    kept.failed["g: n, torch.compile"] = "RuntimeError: of a peer"
-    kept.report.missing["Liger"] = "not installed"
-    kept.write()
+    part_2.report = measured(part_2, case("n", limit("copy", int), giving("wrong", int, 1), giving("ours", int, 0)))
+    part_2.report.failed["g: n, torch.compile"] = "RuntimeError: of a peer"
+    part_2.report.missing["Liger"] = "not installed"
+    part_2.write()
     gpu.write_report(tmp_path)
     assert gpu.problems_in(tmp_path) == [
         "tests.gpu.a::b: assert 1 == 2",
@@ -68,126 +72,79 @@ def test_the_report_contains_all_problems_and_figures(part: Callable[[int], Part
     assert "(abc)" in report
 
 
-def never() -> bool:
-    return False
-
-
-# Results after failures.
-
-
-def test_a_process_that_exits_loses_only_its_current_work(part: Callable[[int], Part]) -> None:
-    path = part(2).path
-    done: list[str] = []
-
-    def work(name: str) -> None:
-        done.append(name)
-        if name == "b":
-            raise SystemExit  # as if the process ended
-
-    def cases() -> Iterator[Comparison]:
-        for title in ("first", "second"):
-            ways = [Contestant(name, int, lambda name=name: work(name)) for name in "abc"]  # type: ignore[misc]
-            yield case(title, limit("copy", int), *ways)
-
-    for _ in range(3):
-        with suppress(SystemExit):
-            speeds(Kept(path), cases(), never, True)
-    assert done == [*"ab", *"acab", *"ac"]
-    kept = Kept(path)
-    assert [[e.name for e in m.entries] for m in kept.report.measurements] == [["copy", "a", "c"]] * 2
-    ended = "the process ended while this ran"
-    assert kept.failed == {f"g: {title}, b": ended for title in ("first", "second")}
-    speeds(kept, cases(), never, True)  # nothing is left to do
-    assert done == [*"ab", *"acab", *"ac"]
-
-
-def test_a_failed_comparison_is_recorded_and_later_ones_still_run(part: Callable[[int], Part]) -> None:
-    kept = part(2).kept
-    broken = Comparison("g", "broken", Mock(side_effect=RuntimeError("out of memory")))
-    speeds(kept, [broken, case("next", limit("copy", int))], never, True)
-    assert kept.failed == {"g: broken": "RuntimeError: out of memory"}
-    assert [m.name for m in Kept(kept.path).report.measurements] == ["next"]
-
-
-def test_a_process_whose_context_is_lost_is_replaced(
-    part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch
+def test_a_contestant_or_a_comparison_that_fails_is_recorded_and_the_others_are_measured(
+    part: Callable[[int], Part],
 ) -> None:
-    kept = part(2).kept
-    monkeypatch.setattr("mmpos_bench.gpu_launches.synchronize", Mock(side_effect=[RuntimeError("lost"), None]))
-    cases = [case("n", limit("copy", int), giving("wrong", int, 1), giving("right", int, 0))]
-    with pytest.raises(SystemExit, match=str(gpu.BROKEN)):
-        speeds(kept, cases, never, True)
-    restarted = Kept(kept.path)
-    speeds(restarted, cases, never, True)
-    assert list(restarted.failed) == ["g: n, wrong"]
-    assert [[e.name for e in m.entries] for m in restarted.report.measurements] == [["copy", "right"]]
+    broken = Comparison("g", "broken", Mock(side_effect=RuntimeError("out of memory")))
+    first = case("n", limit("copy", int), giving("wrong", int, 1), giving("right", int, 0))
+    report = measured(part(2), first, broken, case("next", limit("copy", int)))
+    assert report.failed == {
+        "g: n, wrong": "NotEqualError: []: got 0, want 1",
+        "g: broken": "RuntimeError: out of memory",
+    }
+    names = {m.name: [e.name for e in m.entries] for m in report.measurements}
+    assert names == {"n": ["copy", "right"], "next": ["copy"]}
 
 
-def test_no_comparison_begins_after_the_time_limit(part: Callable[[int], Part]) -> None:
-    kept = part(2).kept
-    speeds(kept, [case("n", limit("copy", int))], lambda: True, True)
-    assert (Kept(kept.path).report.missing, kept.report.measurements) == ({"g: n": "out of time"}, ())
+def test_a_lost_context_ends_the_measurement_and_keeps_the_figures(part: Callable[[int], Part]) -> None:
+    lost, part_2 = Mock(side_effect=RuntimeError("lost")), part(2)
+    cases = [case("n", limit("copy", int)), case("m", giving("wrong", int, 1)), case("next", limit("copy", int))]
+    with pytest.raises(RuntimeError, match="lost"):
+        measured(part_2, *cases, synchronize=lost)
+    report = from_json(part_2.path.read_text())
+    assert [m.name for m in report.measurements] == ["n"]
+    assert report.failed["g: m, wrong"] == "NotEqualError: []: got 0, want 1"
 
 
-# The parts.
+@pytest.mark.parametrize(
+    ("status", "failed", "missing"),
+    [
+        (0, {}, {}),
+        (1, {"speed": "ended with 1: Segmentation fault"}, {}),
+        (None, {}, {"speed": "out of time; the last comparisons were not measured"}),
+    ],
+)
+def test_a_part_that_does_not_finish_is_reported(
+    status: int | None,
+    failed: dict[str, str],
+    missing: dict[str, str],
+    part: Callable[[int], Part],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Part, "run", lambda self, *command, seconds: (status, "Segmentation fault"))
+    part_2 = part(2)
+    gpu.speed(part_2)
+    assert (part_2.report.failed, part_2.report.missing) == (failed, missing)
+    assert from_json(part_2.path.read_text()) == part_2.report
 
 
-def test_sanitizer_findings_are_recorded(
+def test_findings_of_sanitizers_and_missing_ones_are_recorded(
     part: Callable[[int], Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "tools" / "compute-sanitizer"
     tool.parent.mkdir()
+    tool.write_text(
+        "#!/bin/sh\ncase $2 in memcheck) echo ==== ERROR SUMMARY: 0 errors;; initcheck) echo Device not supported;;\n"
+        "racecheck) echo ==== RACECHECK SUMMARY: 2 hazards displayed;; *) echo $* | grep -o one-of-each;; esac\n"
+    )
+    tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-    monkeypatch.setattr(sys, "executable", "true")
     part_3 = part(3)
-    for name, text in (
-        ("memcheck", "========= ERROR SUMMARY: 0 errors"),
-        ("racecheck", "a race between\n===== RACECHECK SUMMARY: 2 hazards displayed"),
-        ("initcheck", "Device not supported"),
-    ):
-        tool.write_text(f'#!/bin/sh\necho "$@"\necho "{text}"\n')
-        tool.chmod(0o755)
-        gpu.sanitize(part_3, (name,))
-    report = part_3.kept.report
-    assert {m.name: m.facts for m in report.measurements} == {
-        "memcheck, 8 tokens of 1": {"findings": 0},
-        "racecheck, 8 tokens of 1": {"findings": 2},
-    }
-    command = "--tool initcheck --print-limit 5 true -m mmpos_bench.gpu_launches launch --tokens 8 --documents 1"
-    assert report.missing == {"initcheck, 8 tokens of 1": f"ended with 0: {command} Device not supported"}
-    assert gpu.problems_in(tmp_path) == ["racecheck, 8 tokens of 1: 2 findings"]
-
-
-def test_missing_tools_are_reported(part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.sanitize(part_3)
+    report = from_json(part_3.path.read_text())
+    assert {m.name: m.facts for m in report.measurements} == {"memcheck": {"findings": 0}, "racecheck": {"findings": 2}}
+    assert report.failed == {"racecheck": "2 findings"}
+    missing = {"initcheck": "ended with 0: Device not supported", "synccheck": "ended with 0: one-of-each"}
+    assert report.missing == missing
     monkeypatch.setattr("shutil.which", lambda name, path=None: None)
     part_3 = part(3)
-    gpu.sanitize(part_3, ("memcheck",))
-    assert part_3.kept.report.missing == {"compute-sanitizer": "the program is not installed"}
+    gpu.sanitize(part_3)
+    assert part_3.report.missing == {"compute-sanitizer": "the program is not installed"}
 
 
 def test_a_program_and_its_children_are_killed_when_time_is_up(part: Callable[[int], Part]) -> None:
     status, output = part(1).run("sh", "-c", "echo begun; sleep 1000 & wait", seconds=1.0)
     assert (status, output) == (None, "begun\n")
-
-
-def test_a_crashed_measurement_is_restarted_as_long_as_it_makes_progress(
-    part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part_2 = part(2)
-    starts: list[str] = []
-
-    def run(self: Part, *command: str, seconds: float) -> tuple[int, str]:
-        starts.append(command[3])
-        if len(starts) < 3:
-            kept = self.kept
-            kept.failed[str(len(starts))] = "an error"
-            kept.write()
-        return -11, "Segmentation fault"
-
-    monkeypatch.setattr(Part, "run", run)
-    part_2.measure("speed", 100.0)
-    assert starts == ["speed"] * 3
-    assert part_2.kept.failed == {"1": "an error", "2": "an error", "speed": "ended with -11: Segmentation fault"}
 
 
 LOST = """
@@ -245,7 +202,7 @@ def test_a_dry_run_requires_neither_an_installed_package_nor_the_extension(tmp_p
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"OUT={out}", "DRY=1", "COMMIT=abc"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    parts = [f"part-{n}.{end}" for n in (1, 2, 3) for end in ("json", "log")]
+    parts = ["part-1.json", "part-1.log", "part-2.json", "part-2.log", "part-3.json"]
     assert sorted(path.name for path in out.iterdir()) == sorted(["report.md", "tests-gpu.xml", *parts])
     assert "PASSED" in (out / "part-1.log").read_text()
     cases = [case.get("name", "") for case in ElementTree.parse(out / "tests-gpu.xml").getroot().iter("testcase")]
@@ -258,6 +215,6 @@ def test_a_dry_run_requires_neither_an_installed_package_nor_the_extension(tmp_p
     reports = gpu.reports_in(out)
     assert {(report.machine.commit, report.machine.native) for report in reports} == {("abc", False)}
     timed = {m.group.removesuffix(", bfloat16"): m for m in reports[1].measurements}
-    ours = {name: [way.name for way in group.ways] for name, group in {**GROUPS, **GENERATION_GROUPS}.items()}
+    ours = {name: [way.name for way in group.ways] for name, group in ALL_GROUPS.items() if name not in SMALL_GROUPS}
     assert {name: [e.name for e in m.entries] for name, m in timed.items()} == ours
     assert sum(path.stat().st_size for path in out.iterdir()) < 200_000

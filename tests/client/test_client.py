@@ -214,7 +214,7 @@ def test_no_call_takes_longer_than_its_timeout(kind: str) -> None:
     over = threading.Event()
 
     def slow(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
-        assert over.wait(60)
+        assert over.wait(300)
         return echo(request, context)
 
     with serving(Fake(slow)) as address, open_client(kind, address, timeout=0.2) as client:
@@ -238,7 +238,7 @@ def test_a_malformed_answer_is_a_service_error(kind: str, raw: bytes, messages: 
     server = grpc.server(ThreadPoolExecutor(1), handlers=[Malformed()])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    with open_client(kind, f"127.0.0.1:{port}", timeout=60) as client:
+    with open_client(kind, f"127.0.0.1:{port}", timeout=300) as client:
         errors = [failure(client.place, SEGMENTS), failure(client.build, ["a"])]
         assert errors == [(ServiceError, message) for message in messages]
         assert client.healthy() is False
@@ -289,7 +289,7 @@ def test_closing_a_client_cancels_its_calls(kind: str) -> None:
 
     def slow(request: pb.PlaceRequest, context: grpc.ServicerContext) -> pb.PlaceResponse:
         arrived.set()
-        over.wait(60)
+        over.wait(300)
         return echo(request, context)
 
     async def main(address: str) -> None:
@@ -310,7 +310,7 @@ def test_closing_a_client_cancels_its_calls(kind: str) -> None:
             client = Client(address)
             with ThreadPoolExecutor(1) as pool:
                 call = pool.submit(client.place, SEGMENTS)
-                assert arrived.wait(60)
+                assert arrived.wait(300)
                 client.close()
                 with pytest.raises(ServiceError, match=r"^CANCELLED: "):
                     call.result()
@@ -360,7 +360,7 @@ import os, sys
 from mmpos import UnsupportedError
 from mmpos.client import Client
 
-client = Client(sys.argv[1], timeout=60)
+client = Client(sys.argv[1], timeout=300)
 client.build(["before"])
 if os.fork() == 0:
     try:
@@ -381,7 +381,7 @@ def test_a_forked_client_opens_a_channel_of_its_own_or_refuses_a_call_that_would
     support: str, want: str, server: str
 ) -> None:
     command, environment = [sys.executable, "-c", FORKED, server], {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": support}
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
     assert completed.stdout.startswith(want), completed.stderr
 
 

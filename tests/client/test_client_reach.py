@@ -34,7 +34,7 @@ def test_restarting_a_single_server_loses_no_call() -> None:
 
     def load(kind: str) -> None:
         try:
-            with open_client(kind, address, timeout=120) as client:
+            with open_client(kind, address, timeout=300) as client:
                 while not done.is_set():
                     client.place(SEGMENTS)
                     answered[kind] += 1
@@ -140,10 +140,10 @@ KILLED = threading.Event()
 def called(kind: str, address: str, thread: int) -> list[PositionTable]:
     """Make one thread's calls in sequence."""
     results = []
-    with open_client(kind, address, timeout=60) as client:
+    with open_client(kind, address, timeout=300) as client:
         for number in range(CALLS):
             results.append(client.place(BATCH, start=thread * CALLS + number))
-            assert number < CALLS // 3 or KILLED.wait(60)
+            assert number < CALLS // 3 or KILLED.wait(300)
     return results
 
 

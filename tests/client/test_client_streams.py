@@ -83,7 +83,7 @@ def test_a_source_may_wait_for_each_result_also_of_an_item_that_cannot_be_sent(s
 
     def source() -> Iterator[PositionsQuery]:
         for query in queries:
-            assert answered.acquire(timeout=60)
+            assert answered.acquire(timeout=300)
             yield query
 
     with Client(server) as client:
@@ -137,14 +137,14 @@ def test_closing_the_iterator_cancels_the_stream(kind: str) -> None:
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         context.add_callback(ended.set)
         yield next(echo_stream(requests, context))
-        ended.wait(60)  # set only when the call ends
+        ended.wait(300)  # set only when the call ends
 
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         results = client.stream(numbered(10))
         assert_equal(next(results), numbered(1)[0].run())
         assert not ended.is_set()
         results.close()
-        assert ended.wait(30)
+        assert ended.wait(300)
 
 
 def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
@@ -208,7 +208,7 @@ def test_a_stream_that_ends_while_its_source_waits_raises_at_once(kind: str, rea
 
     def waiting() -> Iterator[PositionsQuery]:
         yield from numbered(1)
-        over.wait(60)
+        over.wait(300)
 
     async def waiting_async() -> AsyncIterator[PositionsQuery]:
         yield numbered(1)[0]
@@ -235,7 +235,7 @@ def test_the_timeout_limits_the_wait_for_each_answer_but_not_for_the_source_or_t
 
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         for n, response in enumerate(echo_stream(requests, context)):
-            over.wait(0.2 if n < 3 else 60)
+            over.wait(0.2 if n < 3 else 300)
             yield response
 
     def slow() -> Iterator[PositionsQuery]:

@@ -39,7 +39,7 @@ def server() -> Iterator[str]:
 
 def node(script: str, *arguments: object) -> Any:
     command = [f"{BIN}/node", str(NODE / script), *map(str, arguments)]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout)
 
@@ -121,7 +121,7 @@ def page(folder: Path, server: str, program: str, *edits: tuple[str, str]) -> st
     environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
     command = [f"{BIN}/node", str(folder / program)]
     completed = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300
     )
     return completed.stdout
 
@@ -178,7 +178,7 @@ CURL = [f"{BIN}/buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
 
 
 def curl(*arguments: str) -> str:
-    completed = subprocess.run([*CURL, *arguments], capture_output=True, text=True, check=True, timeout=60)
+    completed = subprocess.run([*CURL, *arguments], capture_output=True, text=True, check=True, timeout=300)
     return completed.stdout
 
 

@@ -147,7 +147,7 @@ def test_a_forked_process_opens_its_own_connections(folder: str) -> None:
     write(path, b"x")
     child = multiprocessing.get_context("fork").Process(target=_copy, args=(path,))
     child.start()
-    child.join(60)
+    child.join(300)
     assert child.exitcode == 0
     assert read(join(folder, "by-child")) == b"x"
 

@@ -689,7 +689,7 @@ def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, 
             time.sleep(0.005)
         group = [process.pid, *descendants(process.pid)]
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     assert eventually(lambda: not any(map(alive, group))), "workers outlive their parent"
     return process.returncode, out, err
 

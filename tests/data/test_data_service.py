@@ -49,7 +49,7 @@ def run(builder, folder, workers, threads):
 
 if __name__ == "__main__":
     path, address = sys.argv[1:]
-    client = Client(address, timeout=30)
+    client = Client(address, timeout=300)
     builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
     # Forked workers first, since a client that has made calls cannot simply be forked.
     for workers, threads in ((2, 4), (0, 0)):

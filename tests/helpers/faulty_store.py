@@ -60,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("busy", "denied"):
             self._answer(503 if fault == "busy" else 403, {}, _ERRORS[fault])
             return
-        connection = HTTPConnection(self.upstream, timeout=30)
+        connection = HTTPConnection(self.upstream, timeout=300)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
         if fault == "lost":
             body, headers = b"", {}

@@ -59,7 +59,7 @@ class Program:
 
     def end(self) -> tuple[int, list[dict[str, Any]]]:
         """Wait for a server that was asked to stop, and return its exit code and its log."""
-        out, _ = self.process.communicate(timeout=60)
+        out, _ = self.process.communicate(timeout=300)
         assert out == ""
         return self.process.returncode, self.lines()
 
@@ -73,7 +73,7 @@ Refused = Callable[..., str]
 
 def metrics_of(port: int) -> dict[str, float]:
     """Read the metrics page, omitting histogram buckets."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as response:
         lines = response.read().decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket" not in line]
     return {name: float(value) for name, value in pairs}

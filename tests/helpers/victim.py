@@ -71,7 +71,7 @@ class Victim:
         raw = request if isinstance(request, bytes) else request.SerializeToString()
         try:
             call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
-            return Answer("OK", data=call(raw, timeout=120))
+            return Answer("OK", data=call(raw, timeout=300))
         except grpc.RpcError as error:
             return _failed(error)
 
@@ -80,7 +80,7 @@ class Victim:
         answers: list[bytes] = []
         try:
             call: Any = self.channel.stream_stream(f"/mmpos.rpc.v1.{method}")
-            for answer in call(iter(requests), timeout=120):
+            for answer in call(iter(requests), timeout=300):
                 answers.append(answer)
         except grpc.RpcError as error:
             return answers, _failed(error)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Wait until a condition holds; return False if it does not hold within a minute."""
-    end = time.monotonic() + 60
+    """Wait until a condition holds; return False if it does not hold within five minutes."""
+    end = time.monotonic() + 300
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return holds

@@ -92,8 +92,8 @@ def ask() -> Iterator[Both]:
     with (
         pytest.MonkeyPatch.context() as patch,
         running(SERVED, rotations=True) as address,
-        open_client("sync", address, timeout=60) as sync,
-        open_client("async", address, timeout=60) as async_client,
+        open_client("sync", address, timeout=300) as sync,
+        open_client("async", address, timeout=300) as async_client,
     ):
         patch.setattr(beside, "LEAST_BYTES", 64)
         yield Both(sync, async_client)

@@ -346,7 +346,7 @@ def test_calls_are_refused_while_a_call_to_oneself_takes_too_long(lag: float, re
 def test_all_threads_start_at_once_and_run_work_in_parallel() -> None:
     async def scenario() -> None:
         threads, before = Threads(), threading.active_count()
-        call, together = Call("a", Arrivals(1.0), threads), threading.Barrier(2, timeout=60)
+        call, together = Call("a", Arrivals(1.0), threads), threading.Barrier(2, timeout=300)
 
         def work(number: int) -> tuple[int, str]:
             together.wait()

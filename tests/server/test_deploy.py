@@ -275,7 +275,7 @@ def proxied(start: Start, tmp_path: Path, **replaced: str) -> Iterator[tuple[str
     config.write_text(text)
     with subprocess.Popen([haproxy(), "-f", str(config)], stderr=subprocess.DEVNULL) as proxy:
         try:
-            with Client(f"127.0.0.1:{port}", timeout=60) as client:
+            with Client(f"127.0.0.1:{port}", timeout=300) as client:
                 assert eventually(client.healthy)
             yield f"127.0.0.1:{port}", page
         finally:
@@ -299,7 +299,7 @@ def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages_b
                 stranger.send(stranger.call(place), message(b"", 100)[:4])  # the message never arrives
         with suppress(ConnectionError), Connection(address, source="127.0.0.2") as fifth:
             assert fifth.socket.recv(1) == b""
-        with Client(address, timeout=60) as client:
+        with Client(address, timeout=300) as client:
             for _ in range(20):
                 assert client.place(SEGMENTS).num_tokens == 3
             assert client.healthy()
@@ -341,7 +341,7 @@ def test_a_service_notifies_systemd_when_it_starts_and_stops(
             assert manager.recv(100) == b"READY=1"
             server.terminate()
             assert manager.recv(100) == b"STOPPING=1"
-            assert server.wait(60) == 0
+            assert server.wait(300) == 0
 
 
 # systemd runs in its own namespaces, from which it can neither see nor change this machine.
@@ -412,11 +412,11 @@ def test_systemd_runs_and_restarts_the_unit(systemd: tuple[list[str], int, int])
         return completed.stdout.strip()
 
     assert eventually(lambda: systemctl("is-active", "mmpos") == "active")
-    with Client(f"127.0.0.1:{port}", timeout=120) as client:
+    with Client(f"127.0.0.1:{port}", timeout=300) as client:
         for restarted in (False, True):
             if restarted:
                 systemctl("restart", "mmpos")
-            with closing(http.client.HTTPConnection("127.0.0.1", page, timeout=60)) as connection:
+            with closing(http.client.HTTPConnection("127.0.0.1", page, timeout=300)) as connection:
                 connection.request("GET", "/readyz")
                 with connection.getresponse() as response:
                     assert response.status == 200

@@ -56,13 +56,13 @@ def place(channel: grpc.Channel) -> grpc.UnaryUnaryMultiCallable[pb.PlaceRequest
 def answered(server: Program) -> bool:
     """Return whether a new connection, which the kernel assigns to any worker, gets an answer."""
     with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        return list(place(channel)(REQUEST, wait_for_ready=True, timeout=60).positions.cu_seqlens) == [0, 4096]
+        return list(place(channel)(REQUEST, wait_for_ready=True, timeout=300).positions.cu_seqlens) == [0, 4096]
 
 
 def ready(page: int) -> int:
     """Return the status of a page's readiness."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{page}/readyz", timeout=60) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{page}/readyz", timeout=300) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -84,7 +84,7 @@ def test_sigterm_under_load_loses_no_call(start: Start, tmp_path: Path) -> None:
             number = 0
             try:
                 while True:
-                    assert ask(REQUEST, timeout=60) == want
+                    assert ask(REQUEST, timeout=300) == want
                     number += 1
             except grpc.RpcError as error:
                 return number, error.code().name
@@ -112,7 +112,7 @@ def test_a_rolling_restart_answers_every_call(start: Start) -> None:
 
     def load(_: int) -> int:
         number = 0
-        with Client(f"ipv4:{','.join(listen)}", timeout=60) as client:
+        with Client(f"ipv4:{','.join(listen)}", timeout=300) as client:
             while not over.is_set():
                 number += client.place(SEGMENTS).num_tokens == 3
         return number
@@ -145,7 +145,7 @@ def test_a_server_exits_with_status_3_if_a_thread_never_returns(start: Start, pa
     server = start()
     with grpc.insecure_channel(server.address) as channel:
         view = pb.PositionsQuery(spans=REQUEST.query.spans, dense=pb.Dense())
-        call = place(channel).future(pb.PlaceRequest(query=view), timeout=60)
+        call = place(channel).future(pb.PlaceRequest(query=view), timeout=300)
         assert eventually(lambda: "begun" in events(server))
         for number in range(signals):
             assert not call.done()
@@ -222,10 +222,10 @@ def test_many_connections_leave_file_descriptors_for_the_page_and_earlier_connec
     with grpc.insecure_channel(server.address) as channel, ExitStack() as opened:
         place(channel)(REQUEST)
         for _ in range(400):
-            opened.enter_context(socket.create_connection(("127.0.0.1", int(server.port)), timeout=60))
+            opened.enter_context(socket.create_connection(("127.0.0.1", int(server.port)), timeout=300))
         for _ in range(5):
             assert ready(page) == 200
-            assert place(channel)(REQUEST, timeout=60).positions.cu_seqlens == [0, 4096]
+            assert place(channel)(REQUEST, timeout=300).positions.cu_seqlens == [0, 4096]
     server.process.terminate()
     code, lines = server.end()
     assert (code, [line for line in lines if "exception" in line]) == (0, [])

@@ -19,7 +19,7 @@ from mmpos_server.page import exposed
 
 
 def answer(port: int, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
-    with closing(http.client.HTTPConnection(host, port, timeout=60)) as connection:
+    with closing(http.client.HTTPConnection(host, port, timeout=300)) as connection:
         connection.request(method, path)
         with connection.getresponse() as response:
             return response.status, response.read().decode()

@@ -179,7 +179,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_workers_serve_a_scheme_of_the_users_own_like_any_other(start: Start, module: Path) -> None:
     (module / "mmpos.toml").write_text(SETTINGS)
     server = start("--config", str(module / "mmpos.toml"), "--workers", "2")
-    with Client(server.address, timeout=60) as client:
+    with Client(server.address, timeout=300) as client:
         for scheme in ("diagonal-tie", "plain-tie"):
             placed = client.place(SEGMENTS, scheme)
             assert (placed.dense().tolist(), placed.scheme, placed.next_positions.tolist()) == (IDS, scheme, [10])

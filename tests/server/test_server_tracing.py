@@ -115,8 +115,8 @@ def test_an_instrumented_program_sends_its_last_spans_when_it_ends(workers: str)
     command = [instrument, sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0", "--workers", workers]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **settings}) as process:
         assert process.stdout is not None
-        with Client(process.stdout.readline().split()[-1], timeout=60) as client:
+        with Client(process.stdout.readline().split()[-1], timeout=300) as client:
             client.place(mmpos.SegmentTable.from_documents([[mmpos.Text(3)]]))
         process.terminate()
         assert json.loads(process.stdout.read())["name"] == PLACE
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0

@@ -151,9 +151,15 @@ from typing import assert_type
 import mmpos_bench.command
 import mmpos_server.options
 from mmpos import PositionTable, SegmentTable, Text, place
+from mmpos.data import Batch, BatchDataset, PackedCollator, Packer, Preprocess, Reader
 
 assert_type(place(SegmentTable.from_documents([[Text(3)]])), PositionTable)
+
+def check(shards: list[Reader], preprocess: Preprocess) -> None:
+    for batch in BatchDataset(shards, preprocess, Packer(100), PackedCollator()):
+        assert_type(batch, Batch)
 """
+"""Type checkers must read this without torch."""
 
 
 def check_demo(bare: Bare) -> None:
@@ -180,6 +186,8 @@ def test_the_wheel_runs_and_names_the_pip_command_for_a_missing_package(release:
     (bare.here / "typed.py").write_text(TYPED)
     checker = [sys.executable, "-m", "mypy", "--python-executable", *bare.python, "--cache-dir", os.devnull]
     bare.run(*checker, "--ignore-missing-imports", "typed.py")
+    (bare.here / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    bare.run(Path(sys.executable).with_name("basedpyright"), "--pythonpath", *bare.python, "typed.py")
 
 
 def test_the_wheel_for_another_processor_runs_on_that_processor(release: Path, here: Path) -> None:

@@ -86,6 +86,30 @@ def test_only_one_module_writes_pip_commands_and_every_extra_has_one() -> None:
     assert {*named, "otel"} == set(PROJECT["optional-dependencies"])  # for the program opentelemetry-instrument
 
 
+def packages_of(extra: str) -> set[str]:
+    """Return the names of the packages that an extra installs, including those of the extras that it names."""
+    names: set[str] = set()
+    for requirement in PROJECT["optional-dependencies"][extra]:
+        name, *extras = re.findall(r"[\w-]+", requirement.partition(">")[0])
+        names |= {package for e in extras for package in packages_of(e)} if name == PROJECT["name"] else {name}
+    return names
+
+
+def test_only_the_extra_server_installs_the_server() -> None:
+    client = {"grpcio", "grpcio-health-checking", "protobuf"}
+    assert packages_of("all") == {*client, "pillow", "torch", "torchvision", "triton"}
+    own = packages_of("server") - packages_of("all") - packages_of("cli")
+    assert own == {"cryptography", "grpcio-reflection", "prometheus-client"}
+    others = PROJECT["optional-dependencies"].keys() - {"server"}
+    assert [extra for extra in others if own & packages_of(extra)] == []
+
+
+def test_the_versions_tested_together_are_releases() -> None:
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    early = [name for name, version in pins.items() if re.search(r"\d(a|b|rc)\d|dev", version)]
+    assert [name for name in early if not name.startswith("opentelemetry-")] == []  # never released except as betas
+
+
 def test_the_install_page_lists_every_extra() -> None:
     table = (ROOT / "docs/install.md").read_text().partition("| extra | installs |")[2].partition("\n\n")[0]
     listed = [extra for row in table.splitlines()[2:] for extra in re.findall(r"`(\w+)`", row.split("|")[1])]

@@ -242,6 +242,13 @@ def test_files_use_plain_english() -> None:
     assert len([*objections("a.py", bad)]) == 4
 
 
+def test_limits_of_time_in_tests_are_at_least_five_minutes() -> None:
+    for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("contrib/*/tests/*.py")]:
+        waits = re.findall(r"(?:\btimeout=|\b(?:wait|join)\()(\d+)\b", path.read_text(encoding="utf-8"))
+        short = [seconds for seconds in map(int, waits) if 10 < seconds < 300]  # shorter limits are those under test
+        assert short == [], path.relative_to(ROOT)
+
+
 BUDGET = tomllib.loads((ROOT / "tests/support/budget.toml").read_text(encoding="utf-8"))
 
 

@@ -67,28 +67,3 @@ def load_rope_index() -> RopeIndexes:
 def _rows(function: Any, *tensors: Any) -> Any:
     """Call a rope index function and return its ids as a (3, batch · seq) array."""
     return function(*tensors)[0].reshape(3, -1).numpy()
-
-
-def load_flux() -> Callable[[list[Document], str], Any]:
-    """Load diffusers' FluxPipeline, which computes an image's ids together with its latents.
-
-    Returns:
-        function that returns the pipeline's (tokens, 3) ids of packed prompts and images in a given dtype.
-    """
-    import torch
-    from diffusers import FluxPipeline
-
-    pipeline = FluxPipeline(*[None] * 7)  # no component is needed
-    none = torch.empty(0)
-
-    def ids(documents: list[Document], dtype: str) -> Any:
-        kind, parts = getattr(torch, dtype), []
-        for part in (part for document in documents for part in document):
-            if isinstance(part, Grid):
-                pixels = 16 * part.height, 16 * part.width
-                parts.append(pipeline.prepare_latents(1, 16, *pixels, kind, "cpu", None, none)[1])
-            else:
-                parts.append(torch.zeros(part.length, 3, dtype=kind))
-        return torch.cat(parts)
-
-    return ids

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmpos.rotary import apply_rotary
 from mmpos_bench.layers import EPS, Layer, Pair
 
 Rotate = Callable[[Tensor, Tensor], Pair]
@@ -140,27 +139,18 @@ def compiled_norm(layer: Layer) -> Rotate:
 
 
 def by_diffusers(layer: Layer) -> Rotate:
-    """Normalise with diffusers' attention modules for FLUX.1 or Wan, then rotate with its function and float32 phases.
-
-    Wan's own rotation is inside its attention processor and consists of the same number of steps.
-    """
+    """Normalise with diffusers' attention module for FLUX.1, then rotate with its function and float32 phases."""
     from diffusers.models.embeddings import apply_rotary_emb
     from diffusers.models.transformers.transformer_flux import FluxAttention
-    from diffusers.models.transformers.transformer_wan import WanAttention
 
-    shape = layer.shape
-    attention: Any = (WanAttention if shape.joint_norm else FluxAttention)(
-        1, heads=shape.q_heads, dim_head=shape.head_dim, eps=EPS
-    )
+    attention: Any = FluxAttention(1, heads=layer.shape.q_heads, dim_head=layer.shape.head_dim, eps=EPS)
     norms = attention.norm_q, attention.norm_k
     for norm, weight in zip(norms, layer.weights, strict=True):
         norm.weight = torch.nn.Parameter(weight, requires_grad=False)
     tables = [layer.of_channels(table).float() for table in (layer.angles.cos(), layer.angles.sin())]
 
     def norm_and_rotate(q: Tensor, k: Tensor) -> Pair:
-        inputs = (x.flatten(2) if shape.joint_norm else x for x in (q, k))
-        normed = (norm(x).unflatten(-1, (-1, shape.head_dim)) for norm, x in zip(norms, inputs, strict=True))
-        q, k = (apply_rotary_emb(x.view_as(q), tables, sequence_dim=1) for x in normed)
+        q, k = (apply_rotary_emb(norm(x), tables, sequence_dim=1) for norm, x in zip(norms, (q, k), strict=True))
         return q, k
 
     return norm_and_rotate
@@ -169,17 +159,6 @@ def by_diffusers(layer: Layer) -> Rotate:
 def compiled_diffusers(layer: Layer) -> Rotate:
     """Compile ``by_diffusers``."""
     return _compiled(by_diffusers(layer))
-
-
-def compiled_norm_alone(layer: Layer) -> Rotate:
-    """Normalise with torch's compiled norm and rotate the results in place with mmpos, as in a compiled model."""
-    norm = _compiled(lambda q, k: layer.normed((q, k)))
-
-    def norm_and_rotate(q: Tensor, k: Tensor) -> Pair:
-        rotated: Any = apply_rotary(*norm(q, k), layer.table, layer.rotary, inplace=True, implementation=layer.how)
-        return rotated
-
-    return norm_and_rotate
 
 
 def _compiled(function: Rotate) -> Rotate:
@@ -209,9 +188,6 @@ ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
 
 NORMS: Mapping[str, Make] = {"torch.compile, norm too": compiled_norm}
 """Plain torch that also normalises."""
-
-COMPILED_THEN_OURS: Mapping[str, Make] = {"norm compiled, then mmpos": compiled_norm_alone}
-"""Our rotation after a compiled norm."""
 
 DIFFUSERS: Mapping[str, Make] = {"diffusers": by_diffusers, "diffusers, compiled": compiled_diffusers}
 """Norm and rotation of diffusers."""

@@ -35,7 +35,7 @@ import mmpos
 import mmpos.rotary
 from mmpos import InvalidInputError
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
-from mmpos.rotary.hf_models import ENCODERS, MODELS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS
+from mmpos.rotary.hf_models import ENCODERS, MODELS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 
@@ -113,9 +113,9 @@ def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> 
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split(" | ")[0])) == sorted(MODEL_TYPES)
     rows = fill_tables.models("encoders").splitlines()[2:]
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row)) == sorted(ENCODERS)
-    assert sorted(written["refused encoders"]) == sorted(UNSUPPORTED_ENCODERS)
+    assert sorted(written["refused encoders"]) == sorted(fill_tables.UNSUPPORTED_ENCODERS)
     assert sorted(written["refused"]) == sorted(UNSUPPORTED_TYPES)
-    assert sorted(written["rotations"]) == sorted(OTHER_ROTATIONS)
+    assert sorted(written["rotations"]) == sorted(fill_tables.OTHER_ROTATIONS)
 
 
 def test_seconds_per_frame_are_passed_to_the_scheme() -> None:

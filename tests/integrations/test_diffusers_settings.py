@@ -63,7 +63,7 @@ def check(name: str, count: int) -> None:
         parts = document.parts(settings, text=peer.text)
         positions = settings.place([parts[::-1] if name == "ErnieImageTransformer2DModel" else parts])
         cos, sin = (torch.cat(both, -1) for both in zip(*(cos_sin_of(one, positions) for one in rotaries), strict=True))
-        want = peer.rotation(transformer, document)
+        want = peer.cos_sin(transformer, document)
         # Heads with different rotations are separate: each head of Allegro is a third of a head of the class.
         cos, sin = (x.reshape(len(want[0]), -1, want[0].shape[1]) for x in (cos, sin))
         bound = torch.from_numpy(np.concatenate([allowed(one, positions, peer) for one in rotaries], -1))
@@ -81,7 +81,7 @@ def allowed(rotary: Rotary, positions: mmpos.PositionTable, peer: Peer) -> Any:
     )
     angles = (reach + 2) * rotary.inv_freq_array[..., None]
     roundings = FREQUENCY + INTERPOLATED
-    bound = EXACT + 2 * unit(torch.float32) + cos_sin(np.moveaxis(angles, -1, 0), roundings, peer.dtype)
+    bound = EXACT + 2 * unit(torch.float32) + cos_sin(np.moveaxis(angles, -1, 0), roundings, getattr(torch, peer.dtype))
     return np.minimum(bound, 2)
 
 

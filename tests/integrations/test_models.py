@@ -233,29 +233,6 @@ def test_the_config_json_of_llama_4_scout_has_no_blended_frequencies() -> None:
     np.testing.assert_allclose(inv_freq, [5e5 ** (-j / 64) / slower[j] for j in range(64)], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("model", "path", "same"),
-    [
-        ("qwen2_vl", ("image_token_id",), {}),
-        ("qwen2_vl", ("text_config", "model_type"), {}),
-        ("qwen2_vl", ("vision_config", "spatial_merge_size"), {}),
-        ("qwen2_5_vl", ("vision_config", "tokens_per_second"), {}),
-        ("mistral3", ("spatial_merge_size",), {"spatial_merge_size": 2}),
-        ("lighton_ocr", ("vision_config", "patch_size"), {"patch_size": 16}),
-    ],
-)
-def test_a_missing_field_takes_the_default_of_the_class(model: str, path: Any, same: dict[str, Any]) -> None:
-    assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
-
-
-@pytest.mark.parametrize(
-    "model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm_image", "hunyuan_vl", "minicpmv4_7", "qwen4_exp"]
-)
-def test_an_empty_config_json_takes_the_defaults_of_the_class(model: str) -> None:
-    bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
-    assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
-
-
 @pytest.mark.parametrize("model", sorted({*MODEL_TYPES} - {"hunyuan_image_3_moe"} - ARGUMENTS.keys()))
 def test_a_model_type_alone_gives_the_settings_of_its_class_without_arguments(model: str) -> None:
     skip_if_changed(model)

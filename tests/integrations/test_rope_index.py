@@ -88,7 +88,7 @@ def assert_settings_agree(request: Request, want: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [*MODELS, *PLACED])
+@pytest.mark.parametrize("model", FAMILIES)
 def test_ids_and_deltas_of_random_batches_equal_those_of_get_rope_index(model: str, batches: int) -> None:
     random = Random(model)
     for _ in range(batches):

@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from diffusers.models import embeddings
 from torch import Tensor
 
 from mmpos import Grid, Text
@@ -84,6 +82,8 @@ PEERS = {name: Peer(**row) for name, row in json.loads(GOLDEN.read_text(encoding
 
 def transformer_of(name: str) -> Any:
     """Build a small transformer of the named class."""
+    import diffusers
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(diffusers, name)(**PEERS[name].config)
@@ -137,7 +137,8 @@ _krea_2 = partial(_by_ids, name="rotary_emb")
 
 
 def _flux_2(transformer: Any, document: Document) -> CosSin:
-    pipeline = diffusers.Flux2Pipeline
+    from diffusers import Flux2Pipeline as pipeline  # noqa: N813
+
     (_, height, width), *references = document.images
     text = pipeline._prepare_text_ids(torch.zeros(1, document.text, 1))[0]
     ids = [text, pipeline._prepare_latent_ids(torch.zeros(1, 1, height, width))[0]]
@@ -235,6 +236,7 @@ def _sana_wm(transformer: Any, document: Document) -> CosSin:
 
 
 def _cog_video(transformer: Any, document: Document) -> CosSin:
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
     from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 
     config, (frames, height, width) = transformer.config, document.images[0]
@@ -242,26 +244,29 @@ def _cog_video(transformer: Any, document: Document) -> CosSin:
     arguments: dict[str, Any] = {"crops_coords": get_resize_crop_region_for_grid((height, width), *base)}
     if config.get("patch_size_t") is not None:
         arguments = {"crops_coords": None, "grid_type": "slice", "max_size": base[::-1]}
-    pair = embeddings.get_3d_rotary_pos_embed(
+    pair = get_3d_rotary_pos_embed(
         config.attention_head_dim, grid_size=(height, width), temporal_size=frames, **arguments
     )
     return _still(document.text, _repeated(pair))
 
 
 def _hunyuan_dit(transformer: Any, document: Document) -> CosSin:
+    from diffusers.models.embeddings import get_2d_rotary_pos_embed
     from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
 
     (_, height, width), side = document.images[0], transformer.config.patch_size
     crops = get_resize_crop_region_for_grid((height, width), 512 // 8 // side)
     head = transformer.inner_dim // transformer.num_heads
-    pair = embeddings.get_2d_rotary_pos_embed(head, crops, (height, width), output_type="pt")
+    pair = get_2d_rotary_pos_embed(head, crops, (height, width), output_type="pt")
     return _repeated(pair)
 
 
 def _allegro(transformer: Any, document: Document) -> CosSin:
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
+
     config, (frames, height, width) = transformer.config, document.images[0]
     scales = config.interpolation_scale_t, config.interpolation_scale_h, config.interpolation_scale_w
-    tables = embeddings.get_3d_rotary_pos_embed_allegro(
+    tables = get_3d_rotary_pos_embed_allegro(
         config.attention_head_dim, ((0, 0), (height, width)), (height, width), frames, interpolation_scale=scales
     )
     index = _grid(0, 0, 0, frames=frames, height=height, width=width).T

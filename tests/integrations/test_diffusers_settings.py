@@ -13,12 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
-import diffusers.models.transformers
 import numpy as np
 import pytest
 import torch
-from diffusers import ModelMixin
 from diffusers_peers import PEERS, Document, Peer, transformer_of
 from refusals import assert_refused
 from tolerance import EXACT, FREQUENCY, cos_sin, unit
@@ -91,8 +88,10 @@ def test_every_diffusers_transformer_is_supported_or_refused() -> None:
     classes = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in pkgutil.iter_modules(diffusers.models.transformers.__path__):
-            names = vars(importlib.import_module(f"{diffusers.models.transformers.__name__}.{module.name}"))
+        from diffusers import ModelMixin, models
+
+        for module in pkgutil.iter_modules(models.transformers.__path__):
+            names = vars(importlib.import_module(f"{models.transformers.__name__}.{module.name}"))
             classes |= {
                 name
                 for name, kind in names.items()
@@ -143,6 +142,8 @@ def test_pipelines_of_one_transformer_have_their_own_ids(
 
 
 def test_a_pipeline_is_required_if_and_only_if_the_ids_depend_on_it() -> None:
+    import diffusers
+
     root = Path(diffusers.__file__).parent
     modules = [path.read_text("utf-8") for path in (root / "pipelines").rglob("pipeline_*.py")]
     for name, kind in (

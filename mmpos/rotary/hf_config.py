@@ -152,7 +152,7 @@ def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
     if fields.kind.by_layer or by_layer[0 if scaling else 1]:
         if by_layer[0]:  # in a config object, both fields are the same mapping
             scaling, parameters = None, scaling
-        return _layer_parameters(fields, layer_type, scaling or {}, parameters or {})
+        return _layer_parameters(fields, layer_type, scaling, parameters or {})
     if layer_type is not None or "layer_types" in fields.config:
         types = _layer_types(fields)
         if layer_type is not None and layer_type not in types:
@@ -162,7 +162,9 @@ def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
     return {} if fields.kind.rotation.unscaled else dict(scaling or parameters or default)
 
 
-def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
+def _layer_parameters(
+    fields: Fields, layer_type: str | None, scaling: Values | None, parameters: Values
+) -> dict[str, Any]:
     """Return the rope parameters of a layer type, even from configs that predate per-layer-type entries."""
     rotation, defaults = fields.kind.rotation, fields.kind.defaults.get("rope_parameters", {})
     older = bool(rotation.layer_theta)
@@ -204,20 +206,21 @@ def _layer_types(fields: Fields) -> list[str]:
 
 def _layer(fields: Fields, layer_type: str | None) -> Fields:
     """Return the fields of the layers of one type if the config has fields per layer."""
-    config, head_dim = fields.config, fields.kind.rotation.full_head_dim
-    if isinstance(config, Attributes):
-        if not config.get("is_heterogeneous"):
-            return fields
-        layers: list[Values | Attributes] = [Attributes(layer) for layer in config.get("per_layer_config")]
-    elif by_index := config.get("per_layer_config"):
-        if layer_type is not None and fields.own("layer_types") is None:
-            raise fields.missing("layer_types", "the type of each layer, since the config has a per_layer_config")
-        layers = _layers(config, by_index)
-    else:
-        if layer_type != "full_attention" or head_dim is None or "per_layer_config" in config:
+    by_index, head_dim = fields.own("per_layer_config"), fields.kind.rotation.full_head_dim
+    if not by_index:
+        if layer_type != "full_attention" or head_dim is None or "per_layer_config" in fields.config:
             return fields
         own = fields.own("global_head_dim")
-        return replace(fields, config={**config, "head_dim": head_dim if own is None else own})
+        return replace(fields, config={**fields.config, "head_dim": head_dim if own is None else own})
+    if layer_type is not None and fields.own("layer_types") is None:
+        raise fields.missing("layer_types", "the type of each layer, since the config has a per_layer_config")
+    if not isinstance(by_index, Mapping) or not all(
+        str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
+    ):
+        raise InvalidInputError(f"per_layer_config: got {by_index!r}, want a mapping from layer index to fields")
+    changes = {int(index): values for index, values in by_index.items()}
+    # The layer after the last index stands for all later layers.
+    layers = [{**fields.config, **changes.get(index, {})} for index in range(max(changes) + 2)]
     if layer_type is not None:
         types = _layer_types(fields)
         layers += layers[-1:] * (len(types) - len(layers))
@@ -231,16 +234,6 @@ def _layer(fields: Fields, layer_type: str | None) -> Fields:
             got = ", ".join(map(str, values))
             raise InvalidInputError(f"{name}: got {got} in per_layer_config, want one value, or pass layer_type")
     return replace(fields, config=layers[0]) if layers else fields
-
-
-def _layers(config: Mapping[str, Any], by_index: object) -> list[Values | Attributes]:
-    """Return the configs of layers 0 to max(per_layer_config) + 1; the last config applies to all later layers."""
-    if not isinstance(by_index, Mapping) or not all(
-        str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
-    ):
-        raise InvalidInputError(f"per_layer_config: got {by_index!r}, want a mapping from layer index to fields")
-    own = {int(index): values for index, values in by_index.items()}
-    return [{**config, **own.get(index, {})} for index in range(max(own) + 2)]
 
 
 def _rope_type(fields: Fields, rope: Values) -> str:
@@ -392,11 +385,13 @@ def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling:
     for name in ROPE_TYPES[kind]:
         if name not in rope:
             raise InvalidInputError(f"rope_parameters.{name}: got none, want a value for rope_type {kind!r}")
-    longest = _number("max_position_embeddings", fields.get("max_position_embeddings"))
-    name = "original_max_position_embeddings"
+    longest, name = fields.get("max_position_embeddings"), "original_max_position_embeddings"
     original = fields.get(name, null=False)
     original = rope.get(name) if original is None else original
-    original = longest if original is None else _number(name, original)
+    for length, value in (("max_position_embeddings", longest), (name, original)):
+        if value is not None:
+            finite(length, value, above=0)
+    original = longest if original is None else original
     if original is None and kind in LENGTH_TYPES:
         raise InvalidInputError(
             f"max_position_embeddings: got none in the config, want a number for rope_type {kind!r}"
@@ -449,33 +444,24 @@ def _phimoe(rope: Values, kind: str, original: Any) -> LongRoPE:
     return LongRoPE(rope["short_factor"], rope["long_factor"], original, None, short)
 
 
-def _number(name: str, value: Any) -> Any:
-    """Check that a value is a positive number or None, and return it unchanged."""
-    if value is not None:
-        finite(name, value, above=0)
-    return value
-
-
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-class Attributes:
-    """The attributes of a config object, read like a mapping."""
-
-    def __init__(self, config: object) -> None:
-        self.config = config
-
-    def get(self, name: str) -> Any:
-        """Return an attribute, or None if it is missing."""
+def _mapping(config: object) -> Values:
+    """Return the fields of a config: a mapping itself, the result of to_dict, or the attributes of any other object."""
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, type) and callable(to_dict := getattr(config, "to_dict", None)):
+        return dict(to_dict())
+    fields = {}
+    for name in (name for name in dir(config) if not name.startswith("_")):
         try:
-            return getattr(self.config, name, None)
+            fields[name] = getattr(config, name, None)
         except Exception as error:
             got = f"{type(error).__name__} ({error})"
             raise InvalidInputError(f"{name}: got {got} from the config, want a readable field") from error
-
-    def __contains__(self, name: str) -> bool:
-        return hasattr(self.config, name)
+    return fields
 
 
 @dataclass(frozen=True)
@@ -489,7 +475,7 @@ class Fields:
     """
 
     name: str
-    config: Values | Attributes
+    config: Values
     kind: ModelClass
 
     @classmethod
@@ -517,7 +503,7 @@ class Fields:
                 "the file's contents as a mapping. Nothing is downloaded: for a model on the Hub, download its "
                 "config.json, or look its model_type up in docs/models-names.md"
             )
-        fields = config if isinstance(config, Mapping) else Attributes(config)
+        fields = _mapping(config)
         model = fields.get("model_type")
         return cls("config", fields, class_of(model if isinstance(model, str) else ""))
 
@@ -553,19 +539,14 @@ class Fields:
     def part(self, name: str) -> Fields | None:
         """Return a nested config, or None if it is missing; a bare config has the nested configs of its class."""
         kind, config = self.kind, self.own(name)
-        is_bare = not isinstance(self.config, Attributes) and self.config.keys() <= {"model_type"}
+        is_bare = self.config.keys() <= {"model_type"}
         if config is None and is_bare and name in kind.parts and name not in kind.defaults.get("optional_parts", ()):
             config = kind.defaults.get("absent_parts", {}).get(name, {})
         if config is None:
             return None
-        of_class = kind.parts.get(name, "")
-        if isinstance(config, Mapping):
-            config = {**kind.defaults.get("part_defaults", {}).get(name, {}), **config}
-            model = None if name in kind.defaults.get("parts", {}) else config.get("model_type")
-        else:
-            config = Attributes(config)
-            model = config.get("model_type")
-        model = ALIASES.get(model, model) if isinstance(model, str) and model else of_class
+        config = {**kind.defaults.get("part_defaults", {}).get(name, {}), **_mapping(config)}
+        model = None if name in kind.defaults.get("parts", {}) else config.get("model_type")
+        model = ALIASES.get(model, model) if isinstance(model, str) and model else kind.parts.get(name, "")
         return Fields(f"{self.name}.{name}", config, class_of(model))
 
     def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> Any:

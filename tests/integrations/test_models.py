@@ -432,6 +432,12 @@ def generated(counts: list[int], *grids: list[int], model: str = "glm_image") ->
     return settings_of(model).generated(prompt, list(grids), counts)
 
 
+def test_images_to_generate_are_placed_last_grid_first_before_an_end_marker() -> None:
+    segments = generated([3], [1, 1, 1], [1, 2, 3], [1, 4, 5])
+    assert segments.extents.T.tolist() == [[1, 4, 5], [1, 2, 3], [1, 1, 1]]
+    assert segments.kind.tolist() == [1, 1, 0]
+
+
 NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"
 USES: dict[str, Any] = {
     "engine: got 'vllm', want one of 'transformers', 'serving'": lambda: settings_of("qwen2_vl", engine="vllm"),

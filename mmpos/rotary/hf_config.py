@@ -110,7 +110,7 @@ def _language_model(config: object, by_channel: bool = False) -> Fields:
     if fields.kind.row.text_at_top:
         fields = replace(fields, kind=class_of(fields.kind.parts["text_config"]))
     model, refused = fields.kind.model_type, fields.kind.row.rotation.refused
-    if refused and not (by_channel and fields.kind.known):
+    if refused and not by_channel:
         raise UnsupportedError(f"model_type: got {model!r}, want another: {refused}")
     for name in ("thinker_config", "text_config"):
         if name in fields.kind.parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pkgutil
 import random
@@ -82,6 +83,19 @@ def test_rotations_equal_those_of_the_class(name: str, count: int) -> None:
         bound = bound.reshape(len(want[0]), -1, want[0].shape[1])
         for got, right in ((cos, want[0]), (sin, want[1])):
             assert ((got.double() - right.double()[:, None]).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_missing_fields_have_the_defaults_of_the_class(name: str) -> None:
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    if name == "HiDreamImageTransformer2DModel":  # its default has two axes, but its ids and the checkpoint have three
+        del defaults["axes_dims_rope"]
+    changes = {"_class_name": name, "use_rotary_positional_embeddings": True, "rope_type": "interleaved"}
+    least, full = (from_diffusers(config, PEERS[name].pipeline) for config in (changes, {**defaults, **changes}))
+    assert least == full
 
 
 def test_every_diffusers_transformer_is_supported_or_refused() -> None:

@@ -27,7 +27,7 @@ from mmpos.integrations.diffusers import TransformerSettings, from_diffusers
 from mmpos.integrations.diffusers.classes import REFUSED, TRANSFORMERS
 from mmpos.rotary import Rotary
 from mmpos.rotary import cos_sin as cos_sin_of
-from mmpos.schemes import get_scheme
+from mmpos.schemes import CogVideoX, get_scheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -129,6 +129,7 @@ def test_settings_are_read_from_a_folder_a_file_a_mapping_or_a_transformer(tmp_p
     for source in (tmp_path, str(tmp_path), tmp_path / "config.json", config, {"_class_name": config["_class_name"]}):
         assert from_diffusers(source) == want
     assert from_diffusers(transformer_of("FluxTransformer2DModel")).rotary.head_dim == 32
+    assert from_diffusers(of_class("EasyAnimateTransformer3DModel", patch_size=1)).scheme == CogVideoX(60, 90)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import transformers
 from model_configs import CONFIGS, complete, config_of
 from rope_batches import FAMILIES, LIKE, MODELS, OMNI, PLACED, VISION, Request, hunyuan, kind_of, with_settings
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -550,6 +551,9 @@ def test_every_function_compiles_to_one_graph(name: str) -> None:
     got, want = compiled(**arguments), function(**arguments)
     assert_same(got, want)
     assert [each.stride() for each in tree_leaves(got)] == [each.stride() for each in tree_leaves(want)]
+    with FakeTensorMode() as mode:  # graphs rely on the shapes and dtypes that the operator announces
+        announced = function(**tree_map_only(Tensor, mode.from_tensor, arguments))
+    assert [(each.shape, each.dtype) for each in announced] == [(each.shape, each.dtype) for each in want]
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL"])

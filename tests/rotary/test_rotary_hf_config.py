@@ -63,6 +63,10 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any], Rotary]]] = {
         ({**LLAMA, "rope_theta": 5e5, "rope_scaling": {**LINEAR, "factor": 4.0}}, {},
          Rotary(64, theta=5e5, scaling=Linear(4))),
     ],
+    "a length of one token": [
+        ({**LLAMA, "rope_scaling": {**LINEAR, "type": "dynamic"}, "max_position_embeddings": 1}, {},
+         Rotary(64, scaling=DynamicNTK(2, 1))),
+    ],
     "rope_parameters of a new config": [
         ({**LLAMA, "head_dim": 128, "rope_parameters": {**ROPE_3, "original_max_position_embeddings": 8192}}, {},
          Rotary(128, theta=5e5, scaling=Llama3(8, 1, 4, 8192))),

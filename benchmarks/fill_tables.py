@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 from mmpos.rotary import Rotary
-from mmpos.rotary.hf_models import ENCODERS, MODELS, OTHER_ROTATIONS, UNSUPPORTED_ENCODERS, class_defaults
+from mmpos.rotary.hf_models import ENCODERS, MODELS, class_defaults
 from mmpos.schemes import get_scheme
 from mmpos.support.checks import counted
 from mmpos.support.files import write_text
@@ -20,6 +20,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 NAMES = ROOT / "tests/golden/model_names.json"
 """The class and an example checkpoint of each model type, read from Transformers by tests/helpers/model_names.py."""
+
+OTHER_ROTATIONS = {name: row.rotation.refused for name, row in MODELS.items() if row.rotation.refused}
+UNSUPPORTED_ENCODERS = {name: row.rotation.unplaced for name, row in MODELS.items() if row.rotation.unplaced}
+"""The reasons for which a rotation is not supported, or no scheme produces an encoder's positions."""
 
 PAGES = (ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").rglob("*.md")))
 

@@ -233,7 +233,7 @@ def _tokenizer(name: str) -> Any:
 
 def _model_tokenizer(folder: Path) -> Any:
     """Read the tokenizer of a model; its chat template may be in one of the processor's files."""
-    from mmpos.rotary.hf_config import read_json
+    from mmpos.support.files import read_json
 
     with needed_for("the tokenizer of --config", extra="hf"):
         from transformers import AutoTokenizer

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, replace
 from os.path import isdir, isfile
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, TypeAlias
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary.allocation import MAX_HEAD_DIM
-from mmpos.rotary.hf_models import ALIASES, MODELS, UNKNOWN, UNLISTED, Encoder, RotationType, class_defaults
+from mmpos.rotary.hf_models import ALIASES, UNKNOWN, Encoder, ModelClass, class_of
 from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, Scaling, YaRN
 from mmpos.support.checks import boolean, finite, integer, integers, numbers
+from mmpos.support.files import read_json
 
 Values: TypeAlias = Mapping[str, Any]
-"""Config values by field name."""
+"""Values by field name."""
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -70,8 +69,9 @@ def hf_arguments(
     """
     fields = _language_model(config, by_channel)
     rope = _rope_parameters(fields, layer_type)
-    fields = _layer(fields, layer_type)
-    if not fields.known:
+    if layer_type is not None or "per_layer_config" in fields.config:
+        fields = _layer(fields, layer_type)
+    if not fields.kind.known:
         _check_complete(fields, rope, overrides)
     kind = _rope_type(fields, rope)
     arguments = _sizes(fields, rope, kind, overrides)
@@ -100,25 +100,23 @@ def hf_pairing(config: object) -> str | None:
         UnsupportedError: Rotary cannot describe how this model type rotates.
     """
     fields = _language_model(config)
-    return _pairing(fields) if fields.known or fields.own("rope_interleave") is not None else None
+    return _pairing(fields) if fields.kind.known or fields.own("rope_interleave") is not None else None
 
 
 def _language_model(config: object, by_channel: bool = False) -> Fields:
     fields = config if isinstance(config, Fields) else Fields.of(config)
     for name in ("thinker_config", "text_config"):
         fields = fields.part(name) or fields
-    model = fields.model_type
-    if MODELS.get(model, UNLISTED).text_at_top:
-        model = fields.parts["text_config"]
-        fields = Fields(fields.name, fields.config, model)
-    refused = MODELS.get(model, UNLISTED).rotation.refused
-    if refused and not (by_channel and fields.known):
+    if fields.kind.row.text_at_top:
+        fields = replace(fields, kind=class_of(fields.kind.parts["text_config"]))
+    model, refused = fields.kind.model_type, fields.kind.row.rotation.refused
+    if refused and not by_channel:
         raise UnsupportedError(f"model_type: got {model!r}, want another: {refused}")
     for name in ("thinker_config", "text_config"):
-        if name in fields.parts:
+        if name in fields.kind.parts:
             raise fields.missing_part(name, "the language model")  # a composite config without its text part
-    if fields.parts and not fields.known:
-        names = ", ".join(sorted(fields.parts))
+    if fields.kind.parts and not fields.kind.known:
+        names = ", ".join(sorted(fields.kind.parts))
         raise InvalidInputError(f"{fields.name}: got the config of a whole {model!r}, want one of its {names}")
     return fields
 
@@ -137,7 +135,7 @@ def _check_complete(fields: Fields, rope: Values, overrides: Values) -> None:
     missing = [name for name in is_set if not is_set[name] and name not in overrides]
     if missing:
         raise InvalidInputError(
-            f"model_type: got the unknown type {fields.model_type!r} and a config without {', '.join(missing)}, "
+            f"model_type: got the unknown type {fields.kind.model_type!r} and a config without {', '.join(missing)}, "
             f"want them as arguments: Rotary.from_hf_config(config, {', '.join(f'{name}=…' for name in missing)})"
         )
 
@@ -148,26 +146,27 @@ def _rope_parameters(fields: Fields, layer_type: str | None) -> dict[str, Any]:
     for value in (scaling, parameters):
         if value is not None and not isinstance(value, Mapping):
             raise InvalidInputError(f"rope_parameters: got {value!r}, want a mapping")
-    if scaling and fields.model_type == "cohere2_moe":
-        raise InvalidInputError(
-            f"rope_scaling: got a value for {fields.model_type!r}, whose code ignores it, want none"
-        )
-    default = fields.defaults.get("rope_parameters", {})
+    if scaling and fields.kind.model_type == "cohere2_moe":
+        raise InvalidInputError("rope_scaling: got a value for 'cohere2_moe', whose code ignores it, want none")
     by_layer = [any(isinstance(value, Mapping) for value in (rope or {}).values()) for rope in (scaling, parameters)]
-    if fields.by_layer or by_layer[0 if scaling else 1]:
+    if fields.kind.by_layer or by_layer[0 if scaling else 1]:
         if by_layer[0]:  # in a config object, both fields are the same mapping
             scaling, parameters = None, scaling
-        return _layer_parameters(fields, layer_type, scaling or {}, parameters or {})
-    types = fields.layer_types()
-    if layer_type is not None and layer_type not in types:
-        want = f"one of {_listed(sorted({*types}))}" if types else "None: all layers rotate alike"
-        raise InvalidInputError(f"layer_type: got {layer_type!r}, want {want}")
-    return {} if fields.rotation.unscaled else dict(scaling or parameters or default)
+        return _layer_parameters(fields, layer_type, scaling, parameters or {})
+    if layer_type is not None or "layer_types" in fields.config:
+        types = _layer_types(fields)
+        if layer_type is not None and layer_type not in types:
+            want = f"one of {_listed(sorted({*types}))}" if types else "None: all layers rotate alike"
+            raise InvalidInputError(f"layer_type: got {layer_type!r}, want {want}")
+    default = fields.kind.defaults.get("rope_parameters", {})
+    return {} if fields.kind.rotation.unscaled else dict(scaling or parameters or default)
 
 
-def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, parameters: Values) -> dict[str, Any]:
+def _layer_parameters(
+    fields: Fields, layer_type: str | None, scaling: Values | None, parameters: Values
+) -> dict[str, Any]:
     """Return the rope parameters of a layer type, even from configs that predate per-layer-type entries."""
-    rotation, defaults = fields.rotation, fields.defaults.get("rope_parameters", {})
+    rotation, defaults = fields.kind.rotation, fields.kind.defaults.get("rope_parameters", {})
     older = bool(rotation.layer_theta)
     entries = {**defaults, **parameters} if older else parameters or defaults
     types = [name for name, entry in entries.items() if isinstance(entry, Mapping)]
@@ -182,105 +181,93 @@ def _layer_parameters(fields: Fields, layer_type: str | None, scaling: Values, p
     for name, value in for_all.items():
         if value:
             want = f"rope_parameters with an entry for each of {_listed(types)}"
-            raise InvalidInputError(f"{name}: got {value!r} for all layers of {fields.model_type!r}, want {want}")
+            raise InvalidInputError(f"{name}: got {value!r} for all layers of {fields.kind.model_type!r}, want {want}")
     if older:
-        entry = _older_entry(fields, layer_type, scaling, parameters.get(layer_type) or {})
+        default, base = defaults[layer_type], fields.own(rotation.layer_theta.get(layer_type, ""))
+        entry = {name: default[name] for name in ("rope_theta", "partial_rotary_factor") if name in default}
+        entry |= ({} if base is None else {"rope_theta": base}) | (parameters.get(layer_type) or {})
+        if scaling and layer_type in rotation.scaled_layers:
+            if "rope_type" not in scaling:  # here, Transformers ignores the field "type" and keeps "default"
+                got = f"none for {fields.kind.model_type!r}, want a rope type; 'type' is ignored"
+                raise InvalidInputError(f"rope_scaling.rope_type: got {got}")
+            entry |= scaling
     if entry.get("truncate") is False:
         raise InvalidInputError("truncate: got False for a layer type, where Transformers ignores it, want none")
     return entry
 
 
-def _older_entry(fields: Fields, layer_type: str, scaling: Values, entry: Values) -> dict[str, Any]:
-    """Return the rope parameters of a layer type, merged from the fields of older configs."""
-    rotation, default = fields.rotation, fields.defaults["rope_parameters"][layer_type]
-    merged = {name: default[name] for name in ("rope_theta", "partial_rotary_factor") if name in default}
-    base = fields.own(rotation.layer_theta.get(layer_type, ""))
-    if base is not None:
-        merged["rope_theta"] = base
-    merged |= entry
-    if scaling and layer_type in rotation.scaled_layers:
-        if "rope_type" not in scaling:  # here, Transformers ignores the field "type" and keeps "default"
-            raise InvalidInputError(
-                f"rope_scaling.rope_type: got none for {fields.model_type!r}, want a rope type; 'type' is ignored"
-            )
-        merged |= scaling
-    return merged
+def _layer_types(fields: Fields) -> list[str]:
+    """Return the type of each layer from the config, or else the types in the defaults of its class, if any."""
+    types = fields.get("layer_types")
+    if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
+        raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
+    return list(types or ())
 
 
 def _layer(fields: Fields, layer_type: str | None) -> Fields:
     """Return the fields of the layers of one type if the config has fields per layer."""
-    config = fields.config
-    if isinstance(config, Mapping):
-        if not config.get("per_layer_config"):
-            return _full_attention(fields, config) if layer_type == "full_attention" else fields
-        if layer_type is not None and fields.own("layer_types") is None:
-            raise fields.missing("layer_types", "the type of each layer, since the config has a per_layer_config")
-        layers = _layers(config)
-    elif getattr(config, "is_heterogeneous", False):
-        layers = list(read_field(config, "per_layer_config"))
-    else:
-        return fields
+    by_index, head_dim = fields.own("per_layer_config"), fields.kind.rotation.full_head_dim
+    if not by_index:
+        if layer_type != "full_attention" or head_dim is None or "per_layer_config" in fields.config:
+            return fields
+        own = fields.own("global_head_dim")
+        return replace(fields, config={**fields.config, "head_dim": head_dim if own is None else own})
+    if layer_type is not None and fields.own("layer_types") is None:
+        raise fields.missing("layer_types", "the type of each layer, since the config has a per_layer_config")
+    if not isinstance(by_index, Mapping) or not all(
+        str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
+    ):
+        raise InvalidInputError(f"per_layer_config: got {by_index!r}, want a mapping from layer index to fields")
+    changes = {int(index): values for index, values in by_index.items()}
+    # The layer after the last index stands for all later layers.
+    layers = [{**fields.config, **changes.get(index, {})} for index in range(max(changes) + 2)]
     if layer_type is not None:
-        types = fields.layer_types()
+        types = _layer_types(fields)
         layers += layers[-1:] * (len(types) - len(layers))
         layers = [layer for layer, kind in zip(layers, types, strict=False) if kind == layer_type]
     for name in HEAD_FIELDS:
         values: list[Any] = []
         for layer in layers:
-            if (value := read_field(layer, name)) not in values:
+            if (value := layer.get(name)) not in values:
                 values.append(value)
         if len(values) > 1:
             got = ", ".join(map(str, values))
             raise InvalidInputError(f"{name}: got {got} in per_layer_config, want one value, or pass layer_type")
-    return Fields(fields.name, layers[0], fields.model_type) if layers else fields
-
-
-def _full_attention(fields: Fields, config: Values) -> Fields:
-    """Return the fields of the full-attention layers, whose head_dim may differ."""
-    if fields.rotation.full_head_dim is None or "per_layer_config" in config:
-        return fields
-    head_dim = fields.own("global_head_dim")
-    head_dim = fields.rotation.full_head_dim if head_dim is None else head_dim
-    return Fields(fields.name, {**config, "head_dim": head_dim}, fields.model_type)
-
-
-def _layers(config: Values) -> list[Any]:
-    """Return the configs of layers 0 to max(per_layer_config) + 1; the last config applies to all later layers."""
-    by_index = config["per_layer_config"]
-    if not isinstance(by_index, Mapping) or not all(
-        str(index).isdecimal() and isinstance(values, Mapping) for index, values in by_index.items()
-    ):
-        raise InvalidInputError(f"per_layer_config: got {by_index!r}, want a mapping from layer index to fields")
-    own = {int(index): values for index, values in by_index.items()}
-    return [{**config, **own.get(index, {})} for index in range(max(own) + 2)]
+    return replace(fields, config=layers[0]) if layers else fields
 
 
 def _rope_type(fields: Fields, rope: Values) -> str:
-    model = fields.model_type
+    model = fields.kind.model_type
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
     if kind == "xdrope" and model == "hunyuan_vl_text":
         kind = "dynamic"
     if kind == "yarn" and model in ("phi3", "phi4_multimodal"):
         kind = "longrope"
-    if (kind == "default" and fields.rotation.encoder is not None) or model == "llama4_vision_model":
+    if (kind == "default" and fields.kind.rotation.encoder is not None) or model == "llama4_vision_model":
         kind = "axial"  # the vision encoder of Llama 4 is axial regardless of its config
-    if kind == "dynamic" and rope.get("alpha") and fields.rotation.alpha:
-        kind = "ntk_alpha"
-    return kind
+    return "ntk_alpha" if kind == "dynamic" and rope.get("alpha") and fields.kind.rotation.alpha else kind
 
 
 def _sizes(fields: Fields, rope: Values, kind: str, overrides: Values) -> dict[str, Any]:
     """Return head_dim and, unless it is overridden, rotary_dim."""
-    rotation, head_dim = fields.rotation, overrides.get("head_dim")
+    rotation, head_dim = fields.kind.rotation, overrides.get("head_dim")
     if "head_dim" not in overrides:
         # Latent attention rotates a separate tensor with qk_rope_head_dim channels, regardless of head_dim.
-        if "qk_rope_head_dim" in fields.defaults or not fields.known:
+        if "qk_rope_head_dim" in fields.kind.defaults or not fields.kind.known:
             head_dim = fields.get("qk_rope_head_dim", null=False)
         if head_dim is None and not rotation.head_dim_unread:
             head_dim = fields.get("head_dim", null=False)
         if head_dim is None:
-            head_dim = _derived_head_dim(fields)
+            name, times = rotation.width
+            width, heads = fields.get(name), fields.get("num_attention_heads")
+            if width is None or heads is None:
+                want = f"head_dim, or {name} and num_attention_heads"
+                raise InvalidInputError(f"head_dim: got none in the config, want {want}")
+            head_dim = times * integer(name, width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
+            if head_dim % 2:
+                got = f"none, and {head_dim} derived from {name} {width} and num_attention_heads {heads}"
+                raise InvalidInputError(f"{fields.name}.head_dim: got {got}, want an even number")
         head_dim = integer("head_dim", head_dim, minimum=2, maximum=MAX_HEAD_DIM)
     if "rotary_dim" in overrides:
         return {"head_dim": head_dim}
@@ -289,7 +276,7 @@ def _sizes(fields: Fields, rope: Values, kind: str, overrides: Values) -> dict[s
         rotary_dim = head_dim // 6 * 6
     has_factor = kind != "default" or rotation.partial is not None or rotation.reads_rotary_dim
     # mistral4's factor refers to a head of a different size.
-    if has_factor and kind not in ("proportional", "axial") and fields.model_type != "mistral4":
+    if has_factor and kind not in ("proportional", "axial") and fields.kind.model_type != "mistral4":
         factor = _factor(fields, rope)
         own = fields.get("rotary_dim") if factor is None and rotation.reads_rotary_dim else None
         if own is not None:
@@ -304,27 +291,14 @@ def _sizes(fields: Fields, rope: Values, kind: str, overrides: Values) -> dict[s
     return {"head_dim": head_dim, "rotary_dim": rotary_dim}
 
 
-def _derived_head_dim(fields: Fields) -> int:
-    """Return the width of a model divided by its number of heads."""
-    name, times = fields.rotation.width
-    width, heads = fields.get(name), fields.get("num_attention_heads")
-    if width is None or heads is None:
-        raise InvalidInputError(f"head_dim: got none in the config, want head_dim, or {name} and num_attention_heads")
-    head_dim = times * integer(name, width, minimum=1) // integer("num_attention_heads", heads, minimum=1)
-    if head_dim % 2:
-        got = f"none, and {head_dim} derived from {name} {width} and num_attention_heads {heads}"
-        raise InvalidInputError(f"{fields.name}.head_dim: got {got}, want an even number")
-    return head_dim
-
-
 def _theta(fields: Fields, rope: Values) -> float:
-    base = rope.get("rope_theta") if fields.rotation.theta is None else fields.rotation.theta
-    base = fields.own(*fields.rotation.base_names) if base is None else base
-    base = fields.defaults.get("rope_theta") if base is None else base
+    base = rope.get("rope_theta") if fields.kind.rotation.theta is None else fields.kind.rotation.theta
+    base = fields.own(*fields.kind.rotation.base_names) if base is None else base
+    base = fields.kind.defaults.get("rope_theta") if base is None else base
     if base is None:
         raise InvalidInputError("rope_theta: got none in the config, want rope_theta, or the argument theta")
     theta = finite("rope_theta", base, minimum=1)
-    if fields.rotation.layer_bases:
+    if fields.kind.rotation.layer_bases:
         bases = numbers("layer_rope_theta", fields.own("layer_rope_theta") or (), 0)
         others = {base for base in bases if base} - {theta}
         if others:
@@ -338,21 +312,21 @@ def _theta(fields: Fields, rope: Values) -> float:
 def _factor(fields: Fields, rope: Values) -> Any:
     """Return the partial_rotary_factor of the config or of its class."""
     factor = rope.get("partial_rotary_factor")
-    if factor is None and not fields.by_layer:
-        factor = fields.own(*fields.rotation.factor_names)
-    return fields.defaults.get("partial_rotary_factor") if factor is None else factor
+    if factor is None and not fields.kind.by_layer:
+        factor = fields.own(*fields.kind.rotation.factor_names)
+    return fields.kind.defaults.get("partial_rotary_factor") if factor is None else factor
 
 
 def _pairing(fields: Fields) -> str:
-    adjacent = fields.rotation.adjacent
-    if "rope_interleave" in fields.defaults or not fields.known:
+    adjacent = fields.kind.rotation.adjacent
+    if "rope_interleave" in fields.kind.defaults or not fields.kind.known:
         adjacent = boolean("rope_interleave", fields.get("rope_interleave"))
     return "adjacent" if adjacent else "half"
 
 
 def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, Any]:
     """Return the layout arguments of a vision encoder, whose axes are rows and columns, or frames, rows and columns."""
-    encoder = fields.rotation.encoder or Encoder()
+    encoder = fields.kind.rotation.encoder or Encoder()
     turns = encoder.turns
     if turns == "halves":
         # Each half of a head acts as a head: the first half is rotated by columns, the second by rows.
@@ -371,7 +345,7 @@ def _axial_layout(fields: Fields, head_dim: int, rotary_dim: int) -> dict[str, A
 
 
 def _text_layout(fields: Fields, rope: Values, rotary_dim: int, overrides: Values) -> dict[str, Any]:
-    model, rotation = fields.model_type, fields.rotation
+    model, rotation = fields.kind.model_type, fields.kind.rotation
     pairs, older = rope.get("mrope_section"), rope.get("xdrope_section") if model == "hunyuan_vl_text" else None
     if pairs is not None and older is not None and list(pairs) != list(older):
         raise InvalidInputError(f"mrope_section must equal xdrope_section, got {pairs} and {older}")
@@ -411,11 +385,13 @@ def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling:
     for name in ROPE_TYPES[kind]:
         if name not in rope:
             raise InvalidInputError(f"rope_parameters.{name}: got none, want a value for rope_type {kind!r}")
-    longest = _number("max_position_embeddings", fields.get("max_position_embeddings"))
-    name = "original_max_position_embeddings"
+    longest, name = fields.get("max_position_embeddings"), "original_max_position_embeddings"
     original = fields.get(name, null=False)
     original = rope.get(name) if original is None else original
-    original = longest if original is None else _number(name, original)
+    for length, value in (("max_position_embeddings", longest), (name, original)):
+        if value is not None:
+            finite(length, value, above=0)
+    original = longest if original is None else original
     if original is None and kind in LENGTH_TYPES:
         raise InvalidInputError(
             f"max_position_embeddings: got none in the config, want a number for rope_type {kind!r}"
@@ -423,23 +399,24 @@ def _scaling(fields: Fields, rope: Values, kind: str) -> Scaling:
     factor: Any = rope.get("factor")
     if factor is None and kind in ("yarn", "longrope") and longest is not None:
         factor = longest / original
-    if fields.model_type == "molmo2_text":
+    if fields.kind.model_type == "molmo2_text":
         _check_all_scaled(fields)
-    if fields.model_type == "phimoe":
+    if fields.kind.model_type == "phimoe":
         return _phimoe(rope, kind, original)
-    if kind == "linear":
-        return Linear(factor)
-    if kind == "dynamic":
-        return DynamicNTK(factor, longest)
-    if kind == "ntk_alpha":
-        return NTK(rope["alpha"])
-    if kind == "llama3":
-        return Llama3(factor, rope["low_freq_factor"], rope["high_freq_factor"], original)
-    if kind == "proportional":
-        factor_of_pairs = _factor(fields, rope)
-        return PRoPE(1.0 if factor_of_pairs is None else factor_of_pairs, 1.0 if factor is None else factor)
-    if kind == "longrope":
-        return LongRoPE(rope["short_factor"], rope["long_factor"], original, factor, rope.get("attention_factor"))
+    match kind:
+        case "linear":
+            return Linear(factor)
+        case "dynamic":
+            return DynamicNTK(factor, longest)
+        case "ntk_alpha":
+            return NTK(rope["alpha"])
+        case "llama3":
+            return Llama3(factor, rope["low_freq_factor"], rope["high_freq_factor"], original)
+        case "proportional":
+            part = _factor(fields, rope)
+            return PRoPE(1.0 if part is None else part, 1.0 if factor is None else factor)
+        case "longrope":
+            return LongRoPE(rope["short_factor"], rope["long_factor"], original, factor, rope.get("attention_factor"))
     optional = {name: rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
     fast, slow, truncate = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1, rope.get("truncate")
     return YaRN(factor, original, fast, slow, truncate=True if truncate is None else truncate, **optional)
@@ -467,46 +444,24 @@ def _phimoe(rope: Values, kind: str, original: Any) -> LongRoPE:
     return LongRoPE(rope["short_factor"], rope["long_factor"], original, None, short)
 
 
-def _number(name: str, value: Any) -> Any:
-    """Check that a value is a positive number or None, and return it unchanged."""
-    if value is not None:
-        finite(name, value, above=0)
-    return value
-
-
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Raises:
-        InvalidInputError: the file cannot be read or does not contain a JSON object; the message names the file and the
-            line.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        at, got = f"{path}:{error.lineno}", f"no valid JSON ({error.msg}, column {error.colno})"
-    except (ValueError, RecursionError) as error:
-        at, got = str(path), f"no valid JSON ({error})"
-    except OSError as error:
-        at, got = str(path), error.strerror or str(error)
-    else:
-        if isinstance(values, dict):
-            return values
-        at, got = str(path), type(values).__name__
-    raise InvalidInputError(f"{at}: got {got}, want a JSON object")
-
-
-def read_field(config: object, name: str) -> Any:
-    """Return a field of an object or mapping, or None if it is missing."""
-    try:
-        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    except Exception as error:
-        got = f"{type(error).__name__} ({error})"
-        raise InvalidInputError(f"{name}: got {got} from the config, want a readable field") from error
+def _mapping(config: object) -> Values:
+    """Return the fields of a config: a mapping itself, the result of to_dict, or the attributes of any other object."""
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, type) and callable(to_dict := getattr(config, "to_dict", None)):
+        return dict(to_dict())
+    fields = {}
+    for name in (name for name in dir(config) if not name.startswith("_")):
+        try:
+            fields[name] = getattr(config, name, None)
+        except Exception as error:
+            got = f"{type(error).__name__} ({error})"
+            raise InvalidInputError(f"{name}: got {got} from the config, want a readable field") from error
+    return fields
 
 
 @dataclass(frozen=True)
@@ -515,30 +470,13 @@ class Fields:
 
     Args:
         name: name of the config in error messages.
-        config: an object or a mapping.
-        model_type: model type of its class; "" if unknown.
+        config: its own fields.
+        kind: what is known of its model type.
     """
 
     name: str
-    config: object
-    model_type: str
-    defaults: Values = field(init=False, repr=False)
-    """Defaults of the config class; empty for an unknown model type."""
-    rotation: RotationType = field(init=False, repr=False)
-    """The part of this model type's rotation that its config does not specify."""
-    known: bool = field(init=False, repr=False)
-    """Whether it is known how this model type rotates."""
-    by_layer: bool = field(init=False, repr=False)
-    """Whether the class has rope parameters per layer type by default."""
-    parts: Mapping[str, str] = field(init=False, repr=False)
-    """Names of nested configs and the default model type of each."""
-    optional_parts: tuple[str, ...] = field(init=False, repr=False)
-    """Names of nested configs that are absent by default."""
-    spellings: Mapping[str, tuple[str, ...]] = field(init=False, repr=False)
-    """All names of each field that has several."""
-
-    def __post_init__(self) -> None:
-        vars(self).update(_of_class(self.model_type))
+    config: Values
+    kind: ModelClass
 
     @classmethod
     def of(cls, config: object) -> Fields:
@@ -565,19 +503,20 @@ class Fields:
                 "the file's contents as a mapping. Nothing is downloaded: for a model on the Hub, download its "
                 "config.json, or look its model_type up in docs/models-names.md"
             )
-        model = read_field(config, "model_type")
-        return cls("config", config, model if isinstance(model, str) else "")
+        fields = _mapping(config)
+        model = fields.get("model_type")
+        return cls("config", fields, class_of(model if isinstance(model, str) else ""))
 
     def own(self, *names: str) -> Any:
         """Return the first of these fields that the config itself sets, or None."""
         for name in names:
-            values = {spelling: read_field(self.config, spelling) for spelling in self.spellings.get(name, (name,))}
-            values = {spelling: value for spelling, value in values.items() if value is not None}
-            value = next(iter(values.values()), None)
-            if len(values) > 1 and any(other != value for other in values.values()):
-                got = " and ".join(f"{spelling} {other!r}" for spelling, other in values.items())
-                raise InvalidInputError(f"{self.name}.{name}: got {got}, two names of one field, want equal values")
-            if value is not None:
+            spelt = {each: self.config.get(each) for each in self.kind.spellings.get(name, (name,))}
+            spelt = {each: value for each, value in spelt.items() if value is not None}
+            if spelt:
+                value, *others = spelt.values()
+                if any(other != value for other in others):
+                    got = " and ".join(f"{each} {other!r}" for each, other in spelt.items())
+                    raise InvalidInputError(f"{self.name}.{name}: got {got}, two names of one field, want equal values")
                 return value
         return None
 
@@ -589,10 +528,9 @@ class Fields:
         value = self.own(*names)
         if value is not None:
             return value
-        spellings = [spelling for name in names for spelling in self.spellings.get(name, (name,))]
-        default = next((self.defaults[spelling] for spelling in spellings if spelling in self.defaults), None)
-        is_mapping = isinstance(self.config, Mapping)
-        if not any(name in self.config if is_mapping else hasattr(self.config, name) for name in spellings):  # type: ignore[operator]
+        spellings = [each for name in names for each in self.kind.spellings.get(name, (name,))]
+        default = next((self.kind.defaults[each] for each in spellings if each in self.kind.defaults), None)
+        if not any(each in self.config for each in spellings):
             return default
         if default is not None and not null:
             raise InvalidInputError(f"{self.name}.{names[0]}: got null, want a number; the default is {default}")
@@ -600,35 +538,19 @@ class Fields:
 
     def part(self, name: str) -> Fields | None:
         """Return a nested config, or None if it is missing; a bare config has the nested configs of its class."""
-        config, defaults = self.own(name), self.defaults
-        is_bare = isinstance(self.config, Mapping) and self.config.keys() <= {"model_type"}
-        if config is None and is_bare and name in self.parts and name not in self.optional_parts:
-            config = defaults.get("absent_parts", {}).get(name, {})
+        kind, config = self.kind, self.own(name)
+        is_bare = self.config.keys() <= {"model_type"}
+        if config is None and is_bare and name in kind.parts and name not in kind.defaults.get("optional_parts", ()):
+            config = kind.defaults.get("absent_parts", {}).get(name, {})
         if config is None:
             return None
-        if isinstance(config, Mapping):
-            config = {**defaults.get("part_defaults", {}).get(name, {}), **config}
-        model = read_field(config, "model_type")
-        model = ALIASES.get(model, model) if isinstance(model, str) else ""
-        if not model or (isinstance(config, Mapping) and name in defaults.get("parts", {})):
-            model = self.parts.get(name, model)
-        return Fields(f"{self.name}.{name}", config, model)
+        config = {**kind.defaults.get("part_defaults", {}).get(name, {}), **_mapping(config)}
+        model = None if name in kind.defaults.get("parts", {}) else config.get("model_type")
+        model = ALIASES.get(model, model) if isinstance(model, str) and model else kind.parts.get(name, "")
+        return Fields(f"{self.name}.{name}", config, class_of(model))
 
-    def layer_types(self) -> list[str]:
-        """Return the type of each layer from the config, or else the types in the defaults of its class, if any."""
-        types = self.get("layer_types")
-        if not isinstance(types, list | tuple | None) or not all(isinstance(kind, str) for kind in types or ()):
-            raise InvalidInputError(f"layer_types: got {types!r}, want a list of names")
-        return list(types or ())
-
-    @overload
-    def integer(self, *names: str, needed: Literal[True], minimum: int = 0) -> int: ...
-
-    @overload
-    def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None: ...
-
-    def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> int | None:
-        """Return the first of these fields that is set, as an integer; a list of equal values counts as one value."""
+    def integer(self, *names: str, needed: bool = False, minimum: int = 0) -> Any:
+        """Return the first of these fields that is set, as an integer, or None; equal values in a list are one."""
         value = self.get(*names)
         if isinstance(value, list | tuple) and value and all(each == value[0] for each in value):
             value = value[0]
@@ -643,23 +565,3 @@ class Fields:
     def missing_part(self, name: str, whose: str) -> InvalidInputError:
         """Return the error for a missing nested config."""
         return self.missing(name, f"the config of {whose}, or {{}} for the defaults of its class")
-
-
-@cache
-def _of_class(model_type: str) -> Values:
-    """Return the attributes of Fields that the model type determines."""
-    defaults = class_defaults().get(model_type, {})
-    known = "rope_theta" in defaults
-    spellings: dict[str, tuple[str, ...]] = {}
-    for pair in defaults.get("names", {}).items():
-        for name, other in (pair, pair[::-1]):
-            spellings[name] = (*spellings.get(name, (name,)), other)
-    return {
-        "defaults": defaults,
-        "rotation": MODELS.get(model_type, UNLISTED).rotation if known else UNKNOWN,
-        "known": known,
-        "by_layer": any(isinstance(value, Mapping) for value in defaults.get("rope_parameters", {}).values()),
-        "parts": {**defaults.get("auto_parts", {}), **defaults.get("parts", {})},
-        "optional_parts": tuple(defaults.get("optional_parts", ())),
-        "spellings": spellings,
-    }

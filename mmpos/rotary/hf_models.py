@@ -187,16 +187,6 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType({name: row for name, row
 UNSUPPORTED_TYPES: Mapping[str, str] = MappingProxyType({x: row.refused for x, row in MODELS.items() if row.refused})
 """Model types that from_hf_config refuses, with the reason."""
 
-OTHER_ROTATIONS: Mapping[str, str] = MappingProxyType(
-    {name: row.rotation.refused for name, row in MODELS.items() if row.rotation.refused}
-)
-"""Model types whose rotation is not supported, with the reasons."""
-
-UNSUPPORTED_ENCODERS: Mapping[str, str] = MappingProxyType(
-    {name: row.rotation.unplaced for name, row in MODELS.items() if row.rotation.unplaced}
-)
-"""Vision encoders whose positions no scheme produces, with the reasons."""
-
 TEXT_TYPES = frozenset({"gemma3_text", "lfm3", *(name for name, row in MODELS.items() if row.note == "text only")})
 """Language models with one id per token, from zero, used on their own or as parts of other models."""
 
@@ -221,3 +211,49 @@ def class_defaults() -> Mapping[str, Mapping[str, Any]]:
     """
     table = json.loads(files(__package__).joinpath("hf_defaults.json").read_text(encoding="utf-8"))
     return MappingProxyType(table)
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """What the table and the config class of a model type say.
+
+    Args:
+        model_type: the model type; "" if unknown.
+        row: its row in the table.
+        defaults: defaults of its config class; empty for an unknown model type.
+        known: whether it is known how this model type rotates.
+        rotation: the part of its rotation that its config does not specify.
+        by_layer: whether the class has rope parameters per layer type by default.
+        parts: names of nested configs and the default model type of each.
+        spellings: all names of each field that has several.
+    """
+
+    model_type: str
+    row: ModelType
+    defaults: Mapping[str, Any]
+    known: bool
+    rotation: RotationType
+    by_layer: bool
+    parts: Mapping[str, str]
+    spellings: Mapping[str, tuple[str, ...]]
+
+
+@cache
+def class_of(model_type: str) -> ModelClass:
+    """Return what is known of a model type."""
+    row, defaults = MODELS.get(model_type, UNLISTED), class_defaults().get(model_type, {})
+    known = "rope_theta" in defaults
+    spellings: dict[str, tuple[str, ...]] = {}
+    for pair in defaults.get("names", {}).items():
+        for name, other in (pair, pair[::-1]):
+            spellings[name] = (*spellings.get(name, (name,)), other)
+    return ModelClass(
+        model_type,
+        row,
+        defaults,
+        known,
+        row.rotation if known else UNKNOWN,
+        any(isinstance(value, Mapping) for value in defaults.get("rope_parameters", {}).values()),
+        {**defaults.get("auto_parts", {}), **defaults.get("parts", {})},
+        spellings,
+    )

@@ -1,8 +1,9 @@
-"""Write files atomically, with errors that contain the file names."""
+"""Read JSON and write files atomically, with errors that contain the file names."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import secrets
@@ -11,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EISDIR
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from mmpos.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["leftovers", "local_path", "named", "whole_file", "write_text"]
+__all__ = ["leftovers", "local_path", "named", "read_json", "whole_file", "write_text"]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL | re.IGNORECASE)
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp", re.DOTALL)
@@ -131,3 +132,25 @@ class _Raw(io.FileIO):
 
     def fileno(self) -> int:
         raise io.UnsupportedOperation("fileno")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file.
+
+    Raises:
+        InvalidInputError: the file cannot be read or does not contain a JSON object; the message names the file and the
+            line.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        at, got = f"{path}:{error.lineno}", f"no valid JSON ({error.msg}, column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        at, got = str(path), f"no valid JSON ({error})"
+    except OSError as error:
+        at, got = str(path), error.strerror or str(error)
+    else:
+        if isinstance(values, dict):
+            return values
+        at, got = str(path), type(values).__name__
+    raise InvalidInputError(f"{at}: got {got}, want a JSON object")

@@ -20,7 +20,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from mmpos.integrations.models import MODEL_TYPES
-from mmpos.rotary.hf_models import OTHER_ROTATIONS
+from mmpos.rotary.hf_models import MODELS as KNOWN
+
+OTHER_ROTATIONS = {name: row.rotation.refused for name, row in KNOWN.items() if row.rotation.refused}
+"""Model types whose rotation is not supported, with the reasons."""
 
 TABLE = Path(__file__).parents[2] / "mmpos" / "rotary" / "hf_defaults.json"
 MODELS = Path(transformers.__file__).parent / "models"

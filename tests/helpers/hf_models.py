@@ -99,6 +99,15 @@ def text(*lengths: int) -> PositionTable:
     return place(SegmentTable.from_documents([[Text(n)] for n in lengths]))
 
 
+def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
+    """Return the loss and the gradient of each parameter."""
+    model.train()
+    model.zero_grad()
+    loss = model(input_ids, labels=input_ids, **arguments).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
 @contextmanager
 def rotated_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int) -> Iterator[None]:
     """Replace the original model's rotary_emb with cos and sin of exact angles, computed one token at a time."""

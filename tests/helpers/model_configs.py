@@ -116,7 +116,7 @@ def describe(value: Any) -> Any:
 
 def encoder_settings(encoder: str, config: object) -> Any:
     """Return an encoder's position scheme and rotation."""
-    return [vision_scheme(Fields("vision_config", config, encoder)), Rotary.from_hf_config(config)]
+    return [vision_scheme(Fields.of(config)), Rotary.from_hf_config(config)]
 
 
 def golden() -> dict[str, dict[str, Any]]:

@@ -321,61 +321,6 @@ def like_glm_image(random: Random, model: str) -> Request:
     return Request(None, theirs, arguments, settings_arguments, settings)
 
 
-# MiniCPM-V 4.7.
-
-
-def _minicpm_picture(random: Random, settings: ModelSettings, patch: int, grids: list[list[int]]) -> list[int]:
-    """Draw a thumbnail, mostly followed by rows of slices; slices mostly have one size, and rows equally many."""
-    markers, side = settings.placeholders.crops, settings.spatial_merge_size
-    assert markers is not None
-
-    def crop(before: int, after: int, height: int, width: int) -> list[int]:
-        grids.append([1, side * height, side * width])
-        return [before, *[patch] * (height * width), after]
-
-    def size() -> tuple[int, int]:
-        return random.randint(1, 9), random.randint(1, 9)
-
-    row = crop(markers.thumbnail_start, markers.thumbnail_end, *size())
-    rows, columns, first = random.choice([0, 0, 1, 2, 3, 4]), random.randint(1, 4), size()
-    for r in range(rows):
-        row += [markers.newline] * (random.choice([1, 1, 1, 2]) if r else random.random() < 0.1)
-        for _ in range(columns if random.random() < 0.9 else random.randint(1, 4)):
-            row += crop(markers.tile_start, markers.tile_end, *(first if random.random() < 0.8 else size()))
-    return row
-
-
-def _minicpm_row(random: Random, settings: ModelSettings, grids: dict[int, list[list[int]]]) -> list[int]:
-    """Draw text, images and video frames, adjacent or with markers or text between them."""
-    assert settings.placeholders.crops is not None
-    newline = settings.placeholders.crops.newline
-    row = text_of(random, 3)
-    for _ in range(random.randint(0, 3)):
-        patch = random.choice(list(grids))
-        for _ in range(1 if patch == settings.placeholders.image else random.randint(1, 3)):
-            row += _minicpm_picture(random, settings, patch, grids[patch])
-        row += [newline] * random.choice([0, 0, 0, 1, 2]) + text_of(random, 3) + [newline] * (random.random() < 0.2)
-    return row or [TEXT]
-
-
-def like_minicpm(random: Random, model: str) -> Request:
-    """Draw padded rows of images and video frames."""
-    config, settings = with_settings(model)
-    image, video = settings.placeholders.image or 0, settings.placeholders.video or 0
-    grids: dict[int, list[list[int]]] = {image: [], video: []}
-    ids, real = batch_of(random, [_minicpm_row(random, settings, grids) for _ in range(random.randint(1, 4))])
-    mask = real.astype(np.int64)
-    kinds = ((ids == image).numpy() + 2 * (ids == video).numpy()) * real
-    arguments: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": torch.from_numpy(kinds)}
-    arguments["attention_mask"] = torch.from_numpy(mask)
-    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-    for name, kind, patch in (("target_sizes", "image", image), ("target_sizes_videos", "video", video)):
-        settings_arguments[f"{kind}_grid_thw"] = grids[patch] or None
-        if grids[patch]:
-            arguments[name] = torch.tensor(grids[patch])[:, 1:]
-    return Request(None, method_of(model, config), arguments, settings_arguments, settings)
-
-
 # Qwen Omni.
 
 VISION, VISION_END, SOUND, SOUND_END = 151652, 151653, 151647, 151648
@@ -487,7 +432,6 @@ FAMILIES: Mapping[str, Callable[[Random, str], Request]] = {
     "glm_image": like_glm_image,
     "hunyuan_vl": like_hunyuan,
     "hy_v4_vl": like_hy4,
-    "minicpmv4_7": like_minicpm,
     **dict.fromkeys(OMNI, like_omni),
 }
 """The function that draws random requests of each of MODELS and PLACED."""

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from fill_tables import UNSUPPORTED_ENCODERS
 from hf_classes import rotations
 from model_configs import encoder_settings
 from tolerance import assert_within, cos_sin
@@ -23,7 +24,7 @@ from mmpos import Grid, SegmentTable, Text, place
 from mmpos.integrations.models.from_config import vision_scheme
 from mmpos.rotary import Rotary, apply_rotary
 from mmpos.rotary.hf_config import Fields
-from mmpos.rotary.hf_models import ENCODERS, UNSUPPORTED_ENCODERS
+from mmpos.rotary.hf_models import ENCODERS
 from mmpos.schemes import Grid2D
 
 SMALL: dict[str, Any] = {
@@ -150,7 +151,7 @@ def test_positions_and_rotation_equal_those_of_the_encoder(encoder: str, monkeyp
     with torch.no_grad(), pytest.raises(RotatedError) as caught:
         run(encoder, models_of(type(config), code)[-1](config).eval())
     q, k, *theirs = caught.value.args
-    scheme = vision_scheme(Fields("vision_config", config, encoder))
+    scheme = vision_scheme(Fields.of(config))
     positions = place(SegmentTable.from_documents(documents_of(encoder)), scheme)
     ours = apply_rotary(q, k, positions, Rotary.from_hf_config(config, precision="hf"), layout="thd")
     for got, want in zip(ours, theirs, strict=True):
@@ -176,8 +177,7 @@ def test_a_mapping_gives_the_positions_and_rotation_of_its_config_object(encoder
 def test_old_field_names_are_read_and_fields_that_the_model_ignores_are_not(
     config: dict[str, Any], scheme: Grid2D, head_dim: int
 ) -> None:
-    fields = Fields("vision_config", config, config["model_type"])
-    assert vision_scheme(fields) == scheme
+    assert vision_scheme(Fields.of(config)) == scheme
     rotary = Rotary.from_hf_config(config)
     assert (rotary.head_dim, rotary.theta, rotary.scaling) == (head_dim, 10000.0, None)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_classes import TABLE, WITHOUT_MODULE, rotations, table, to_json
+from hf_classes import OTHER_ROTATIONS, TABLE, WITHOUT_MODULE, rotations, table, to_json
 from model_configs import CONFIGS, LAYER_TYPES, config_of, settings_of
 from tolerance import FREQUENCY, gamma
 from torch import Tensor
@@ -25,7 +25,7 @@ import mmpos
 from mmpos.errors import MmposError
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary import Rotary, apply_rotary
-from mmpos.rotary.hf_models import MODELS, OTHER_ROTATIONS, UNLISTED, class_defaults
+from mmpos.rotary.hf_models import MODELS, UNLISTED, class_defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # imports every Transformers model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import as_ids, model_of, rotary_of, rotated_by_hand, tokens, two_rows
+from hf_models import as_ids, gradients, model_of, rotary_of, rotated_by_hand, tokens, two_rows
 from tolerance import assert_within, rounding
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -132,13 +132,6 @@ def test_the_kernel_replaces_the_rotation_of_the_model(launches: list[tuple[int,
     assert torch.equal(model(input_ids).logits, untouched)
     assert torch.equal(other(input_ids).logits, untouched)
     assert len(launches) == 2
-
-
-def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
-    model.zero_grad()
-    output = model(input_ids, labels=input_ids, **arguments)
-    output.loss.backward()
-    return [output.logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
 def test_auto_uses_the_kernel_on_a_gpu_and_the_reference_elsewhere(launches: list[tuple[int, ...]]) -> None:

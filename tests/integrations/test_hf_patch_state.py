@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -40,6 +41,9 @@ def test_unpatch_restores_the_model(implementation: Any) -> None:
     assert patch(model, rotary_of(model), implementation=implementation) is model
     assert sorted(model.state_dict()) == sorted(weights)
     assert state(model) != before
+    has_triton = find_spec("triton") is not None
+    replaced = "forward" in vars(model.model.layers[0].self_attn)
+    assert replaced == (implementation == "triton" or (implementation == "auto" and has_triton))
     model(input_ids[:1, :4], mm_position_ids=text(4))
     assert unpatch(model) is model
     assert state(model) == before

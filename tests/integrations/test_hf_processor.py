@@ -263,6 +263,7 @@ def test_positions_computed_from_tokens_equal_those_of_the_call(markers: Markers
 def test_a_processor_has_the_attributes_of_transformers() -> None:
     processor = make_processor()
     assert (processor.image_token, processor.image_token_id, processor.image_token_ids) == ("[PATCH]", PATCH, [PATCH])
+    assert processor.start == 0
     assert repr(processor).startswith("MMPosProcessor(")
     assert processor.batch_decode(processor(text=["A cat"])["input_ids"]) == ["<s>A cat"]
     assert chat_tokenizer().convert_tokens_to_ids(list(OURS)) == [BEGIN, END, PATCH, ROW]

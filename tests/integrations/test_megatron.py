@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import subprocess
 import sys
 import warnings
@@ -17,14 +16,13 @@ import broadcast_rank
 import numpy as np
 import pytest
 import torch
-from peer_cases import pairwise_cases
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.integrations.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
-from mmpos.rotary import DevicePositions, Linear, Llama3, Rotary, YaRN, apply_rotary
+from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
 
 OF_ANGLES = cos_sin(np.pi, 1)  # error of angles that are reduced to one turn and rounded to float32
 
@@ -128,23 +126,6 @@ def test_one_row_of_a_rank_is_rotated_by_the_angles_of_its_shard(megatron: Simpl
             q.unsqueeze(1), freqs, megatron.configs[rotary.pairing], cp_group=Ranks(rank, 2)
         )
         assert_same(rotated.squeeze(1), rotate(q, shard, rotary))
-
-
-def test_passing_the_angles_of_a_shard_with_cu_seqlens_rotates_wrongly_without_an_error(
-    megatron: SimpleNamespace,
-) -> None:
-    """Megatron slices the angles again: docs/megatron.md warns of this mistake."""
-    rotary, positions = Rotary(head_dim=16), place(SegmentTable.from_documents([[Text(8)], [Text(8)]]), start=[0, 50])
-    shard = positions.shard(1, 2)
-    q = normal(8, 3, 16)
-    arguments = (megatron.configs[rotary.pairing], torch.from_numpy(positions.cu_seqlens.copy()))
-    whole = rotary_pos_emb(positions, rotary, "thd")
-    rotated = [
-        megatron.embedding.apply_rotary_pos_emb(q, freqs, *arguments, cp_group=Ranks(1, 2))
-        for freqs in (whole, rotary_pos_emb(shard, rotary, "thd"))
-    ]
-    assert_same(rotated[0], rotate(q, shard, rotary))
-    assert (rotated[1] - rotated[0]).abs().max() > 0.1
 
 
 def test_latent_attention_uses_half_angles_for_adjacent_channels(megatron: SimpleNamespace) -> None:
@@ -333,61 +314,3 @@ def test_empty_tables_have_empty_angles() -> None:
     for positions in (empty, DevicePositions.from_table(empty)):
         assert rotary_pos_emb(positions, Rotary(16), "sbhd").shape == (0, 1, 1, 16)
         assert rotary_pos_emb(positions, Rotary(16), "thd").shape == (0, 1, 1, 16)
-
-
-# Assertions from Megatron's own tests at d98e8a64: tests/unit_tests/transformer/test_rope.py (shapes, dtypes).
-
-
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make torch report the host as the current GPU, since Megatron's embeddings compute their frequencies on it."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-
-
-def float32_phase(ids: int, theta: float) -> float:
-    """Bound the error, in rad, of the fastest pair's float32 angles for ids below ``ids``.
-
-    The product is rounded once, by 2⁻²⁴ of the angle. The frequency is an inverted power with an error of at most 2
-    ulp, plus ln(theta) times the rounding error of its exponent; scalings add at most four roundings.
-    """
-    return ids * (math.log(theta) + 10) * 2.0**-24
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize(
-    ("channels", "percent", "interleaved", "base", "scaling", "seq", "offset"),
-    pairwise_cases(
-        {
-            "channels": (8, 64, 128),
-            "percent": (1.0, 0.5, 0.25),
-            "interleaved": (False, True),
-            "base": (10_000, 500_000),
-            "scaling": (None, Linear(4.0), Llama3(8.0, 1.0, 4.0, 8192), Llama3(32.0, 1.0, 4.0, 8192)),
-            "seq": (64, 4096),
-            "offset": (0, 1000),
-        }
-    ),
-)
-def test_angles_equal_those_of_megatrons_embedding(
-    megatron: SimpleNamespace, channels: int, percent: float, interleaved: bool, base: int, scaling: Any, seq: int,
-    offset: int,
-) -> None:  # fmt: skip
-    llama = {"rope_scaling": True, "rope_scaling_factor": scaling.factor} if isinstance(scaling, Llama3) else {}
-    factor = scaling.factor if isinstance(scaling, Linear) else None
-    theirs = megatron.embedding.RotaryEmbedding(
-        channels, percent, interleaved, factor, base, use_cpu_initialization=True, **llama
-    )(seq, offset)
-    rotary = Rotary(
-        channels, base, rotary_dim=int(channels * percent), axes=1, scaling=scaling,
-        pairing="adjacent" if interleaved else "half",
-    )  # fmt: skip
-    ours = rotary_pos_emb(place(SegmentTable.from_documents([[Text(seq)]]), "flatten", start=offset), rotary, "sbhd")
-    assert (
-        (ours.shape, ours.dtype)
-        == (theirs.shape, theirs.dtype)
-        == ((seq, 1, 1, int(channels * percent)), torch.float32)
-    )
-    full_turn = 2 * math.pi
-    difference = (ours.double() - theirs.double() + math.pi).remainder(full_turn) - math.pi
-    assert difference.abs().max() <= float32_phase(seq + offset, base) + full_turn * 2.0**-24

@@ -35,7 +35,7 @@ import mmpos
 import mmpos.rotary
 from mmpos import InvalidInputError
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
-from mmpos.rotary.hf_models import ENCODERS, MODELS, UNSUPPORTED_ENCODERS
+from mmpos.rotary.hf_models import ENCODERS, MODELS
 from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
 
 
@@ -112,7 +112,7 @@ def test_the_page_describes_every_rotation_and_lists_every_model_type_once() -> 
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split(" | ")[0])) == sorted(MODEL_TYPES)
     rows = fill_tables.models("encoders").splitlines()[2:]
     assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row)) == sorted(ENCODERS)
-    assert sorted(written["refused encoders"]) == sorted(UNSUPPORTED_ENCODERS)
+    assert sorted(written["refused encoders"]) == sorted(fill_tables.UNSUPPORTED_ENCODERS)
     assert sorted(written["refused"]) == sorted(UNSUPPORTED_TYPES)
 
 
@@ -229,29 +229,6 @@ def test_the_config_json_of_llama_4_scout_has_no_blended_frequencies() -> None:
     # By hand: 2π · 500000^(j/64) passes 8192 between j = 34 and j = 35.
     slower = [16.0 if j >= 35 else 1.0 for j in range(64)]
     np.testing.assert_allclose(inv_freq, [5e5 ** (-j / 64) / slower[j] for j in range(64)], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("model", "path", "same"),
-    [
-        ("qwen2_vl", ("image_token_id",), {}),
-        ("qwen2_vl", ("text_config", "model_type"), {}),
-        ("qwen2_vl", ("vision_config", "spatial_merge_size"), {}),
-        ("qwen2_5_vl", ("vision_config", "tokens_per_second"), {}),
-        ("mistral3", ("spatial_merge_size",), {"spatial_merge_size": 2}),
-        ("lighton_ocr", ("vision_config", "patch_size"), {"patch_size": 16}),
-    ],
-)
-def test_a_missing_field_takes_the_default_of_the_class(model: str, path: Any, same: dict[str, Any]) -> None:
-    assert mmpos.from_hf_config(without(model, *path)) == replace(settings_of(model), **same)
-
-
-@pytest.mark.parametrize(
-    "model", ["cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm_image", "hunyuan_vl", "minicpmv4_7", "qwen4_exp"]
-)
-def test_an_empty_config_json_takes_the_defaults_of_the_class(model: str) -> None:
-    bare = {"model_type": model, "text_config": {}, "vision_config": {}, **ARGUMENTS.get(model, {})}
-    assert mmpos.from_hf_config(bare, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
 
 @pytest.mark.parametrize("model", sorted({*MODEL_TYPES} - {"hunyuan_image_3_moe"} - ARGUMENTS.keys()))
@@ -451,6 +428,12 @@ def generated(counts: list[int], *grids: list[int], model: str = "glm_image") ->
     """Return the table of images to be generated after a prompt with one image."""
     prompt = mmpos.SegmentTable.from_documents([[mmpos.Grid(1, 1)]])
     return settings_of(model).generated(prompt, list(grids), counts)
+
+
+def test_images_to_generate_are_placed_last_grid_first_before_an_end_marker() -> None:
+    segments = generated([3], [1, 1, 1], [1, 2, 3], [1, 4, 5])
+    assert segments.extents.T.tolist() == [[1, 4, 5], [1, 2, 3], [1, 1, 1]]
+    assert segments.kind.tolist() == [1, 1, 0]
 
 
 NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"

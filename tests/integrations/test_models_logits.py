@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from model_configs import CONFIGS, LAYER_TYPES, complete
-from tiny_models import logits, tiny_config, tiny_model
+from tiny_models import logits, tiny_model
 from torch import Tensor
-from transformers import ColQwen2ForRetrieval
 from transformers.models.auto import modeling_auto
 
 import mmpos
@@ -70,48 +69,3 @@ def test_logits_are_the_same_with_mmpos_ids(model: str) -> None:
     alone = logits(network, input_ids)
     assert torch.equal(logits(network, input_ids, position_ids), alone)
     assert not torch.equal(logits(network, input_ids, 3 * position_ids), alone)
-
-
-def test_the_state_and_actions_of_pi0_have_the_ids_after_the_prompt() -> None:
-    network = tiny_model("pi0")
-    caught: list[Tensor] = []
-    network.model.dit.register_forward_pre_hook(
-        lambda module, args, options: caught.append(options["position_ids"]), with_kwargs=True
-    )
-    input_ids, prompt = positions("pi0", network)
-    logits(network, input_ids)
-    settings = mmpos.from_hf_config(network.config)
-    actions = mmpos.SegmentTable.from_documents([[mmpos.Text(1 + 5)]])
-    assert settings.place(actions, start=prompt.max() + 1).dense().tolist() == caught[0].tolist()
-
-
-# Why some models are refused.
-
-
-@pytest.mark.slow
-def test_colqwen2_gives_images_the_ids_of_text() -> None:
-    config: Any = tiny_config("colqwen2")
-    inside = config.vlm_config
-    inside.image_token_id, inside.vision_config.hidden_size = IMAGE, 64
-    inside.text_config.rope_parameters["mrope_section"] = [2, 3, 3]
-    network = ColQwen2ForRetrieval(config).eval()
-    caught: list[Tensor] = []
-    network.vlm.language_model.rotary_emb.register_forward_pre_hook(lambda _, args: caught.append(args[1]))
-    pixels, ids = torch.ones(1, 24, 3 * 2 * inside.vision_config.patch_size**2), IDS[:, :8]
-    with torch.no_grad():
-        network(
-            input_ids=ids,
-            pixel_values=pixels,
-            image_grid_thw=torch.tensor([[1, 4, 6]]),
-            attention_mask=torch.ones_like(ids),
-        )
-    assert caught[0].tolist() == [[[*range(8)]]] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["glm5_next", "nemotron_h_omni"])
-def test_logits_of_models_without_positions_do_not_depend_on_ids(model: str) -> None:
-    network, ids = tiny_model(model), torch.arange(IDS.shape[1])[None]
-    alone = logits(network, IDS)
-    assert torch.equal(logits(network, IDS, ids), alone)
-    assert torch.equal(logits(network, IDS, 3 * ids), alone)

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from layouts import padded
 from model_configs import CONFIGS, settings_of
-from tiny_models import logits, tiny_model
 from torch import Tensor
 from transformers.models.neomme.processing_neomme import NeoMMEProcessor
 
@@ -83,20 +81,3 @@ def test_pages_that_do_not_fit_their_grids_are_refused(page: list[int], grid: tu
     with pytest.raises(mmpos.InvalidInputError) as caught:
         settings_of("neomme").segments(page, [(1, *grid)], rows=(ROW, ROW))
     assert message in str(caught.value)
-
-
-def test_logits_are_the_same_with_mmpos_ids_as_with_the_processors_ids() -> None:
-    network = tiny_model("neomme")
-    for weights in network.parameters():
-        torch.nn.init.normal_(weights, std=0.2)  # the class initialises layers so that they add nothing
-    config = network.config
-    settings = mmpos.from_hf_config(config, layer_type="full_attention")
-    page = document_image(config, 2, 3)
-    input_ids = torch.tensor([page])
-    theirs = logits(network, input_ids, processor_positions(config, [page], [(2, 3)]))
-    ids = settings.place(settings.segments(input_ids, [[1, 2, 3]])).dense(dtype="int64")
-    assert torch.equal(logits(network, input_ids, torch.from_numpy(ids)[:, None]), theirs)
-    assert not torch.equal(logits(network, input_ids), theirs)  # as text
-    text = torch.full((1, 10), WORD)
-    ids = settings.place(settings.segments(text)).dense(dtype="int64")
-    assert torch.equal(logits(network, text, torch.from_numpy(ids)[:, None]), logits(network, text))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import pickle
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -19,6 +21,7 @@ import transformers
 from model_configs import CONFIGS, complete, config_of
 from rope_batches import FAMILIES, LIKE, MODELS, OMNI, PLACED, VISION, Request, hunyuan, kind_of, with_settings
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -30,7 +33,7 @@ from mmpos.integrations.models import MODEL_TYPES
 from mmpos.positions.table_rows import NEXT_POSITION
 from mmpos.support import native
 
-FEW = 20
+VECTORS = Path(__file__).parents[1] / "golden/conformance/models"
 
 
 def both_ways() -> Iterator[None]:
@@ -85,10 +88,11 @@ def assert_settings_agree(request: Request, want: Any) -> None:
             assert (theirs[:, ours.shape[1] :] == ours[:, -1:]).all()
 
 
-def compare(model: str, count: int, seed: str = "") -> None:
-    """Compare the ids of random batches with those of the method."""
-    random = Random(model + seed)
-    for _ in range(count):
+@pytest.mark.slow
+@pytest.mark.parametrize("model", FAMILIES)
+def test_ids_and_deltas_of_random_batches_equal_those_of_get_rope_index(model: str, batches: int) -> None:
+    random = Random(model)
+    for _ in range(batches):
         request = FAMILIES[model](random, model)
         want = request.theirs(**request.needed | request.arguments)
         for _ in both_ways():
@@ -98,15 +102,43 @@ def compare(model: str, count: int, seed: str = "") -> None:
                 assert_settings_agree(request, want)
 
 
-@pytest.mark.parametrize("model", [*MODELS, *PLACED])
-def test_ids_and_deltas_equal_those_of_get_rope_index(model: str) -> None:
-    compare(model, FEW)
+def token_types(row: list[int], config: dict[str, Any]) -> list[int]:
+    """Return Transformers' mm_token_type_ids; between the markers of a GLM video, image placeholders are frames."""
+    image, video, types, inside = config["image_token_id"], config.get("video_token_id"), [], False
+    for token in row:
+        inside = (inside or token == config.get("video_start_token_id")) and token != config.get("video_end_token_id")
+        types.append(2 if token == video or (token == image and inside) else int(token == image))
+    return types
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [*MODELS, *PLACED])
-def test_ids_and_deltas_of_many_batches_equal_those_of_get_rope_index(model: str, batches: int) -> None:
-    compare(model, batches, "many")
+@pytest.mark.parametrize("model", MODELS)
+def test_ids_and_deltas_equal_the_conformance_vectors(model: str) -> None:
+    """Each document is a left-padded row of its own."""
+    names = {"image_grid_thw": "image_grid_thw", "video_grid_thw": "video_grid_thw"}
+    if model in OMNI:
+        names |= {"seconds_per_grid": "second_per_grids", "audio_feature_lengths": "audio_seqlens"}
+    for line in (VECTORS / f"{model}.jsonl").read_text(encoding="utf-8").splitlines():
+        group = json.loads(line)
+        function = OMNI_FUNCTIONS.get(model) or rope_index(group["config"])
+        wants = [case["want"] for case in group["cases"] if case["ask"] == "prefill"]
+        for document, want in zip(group["documents"], wants, strict=True):
+            row = document["input_ids"]
+            inputs: dict[str, Any] = {"input_ids": torch.tensor([[0, 0, *row]])}
+            inputs["attention_mask"] = torch.tensor([[0, 0, *[1] * len(row)]])
+            if model in OMNI:
+                inputs["use_audio_in_video"] = document.get("use_audio_in_video", False)
+            else:
+                inputs["mm_token_type_ids"] = torch.tensor([[0, 0, *token_types(row, group["config"])]])
+            for name, argument in names.items():
+                if values := document.get(name):
+                    inputs[argument] = torch.tensor([float(Fraction(v)) if name[0] == "s" else v for v in values])
+            if model == "qwen2_5_vl":
+                inputs["second_per_grid_ts"] = [1.0] * len(document.get("video_grid_thw", ())) or None
+            exact = [[float(Fraction(value)) for value in axis] for axis in want["position_ids"]]
+            for _ in both_ways():
+                ids, deltas = function(**inputs)
+                np.testing.assert_allclose(ids[:, 0, 2:].numpy(), exact, rtol=1e-6, atol=0)
+                assert deltas.tolist() == [[pytest.approx(want["delta"], abs=1e-4)]]
 
 
 @complete
@@ -133,6 +165,7 @@ PATCH, FRAME, AUDIO, SOUND, SOUND_END, VISION_END = 151655, 151656, 151646, 1516
 OMNI_TOKENS = Placeholders(PATCH, FRAME, AUDIO)
 OMNI_25 = OmniRopeIndex(OMNI_TOKENS, 2, 25, VISION, SOUND, tokens_per_chunk=50)
 OMNI_3 = OmniRopeIndex(OMNI_TOKENS, 2, 13, VISION, SOUND, audio_chunk=100)
+OMNI_FUNCTIONS = dict(zip(OMNI, (OMNI_25, OMNI_3), strict=True))
 
 
 def changed(model: str, **changes: Any) -> Any:
@@ -518,6 +551,9 @@ def test_every_function_compiles_to_one_graph(name: str) -> None:
     got, want = compiled(**arguments), function(**arguments)
     assert_same(got, want)
     assert [each.stride() for each in tree_leaves(got)] == [each.stride() for each in tree_leaves(want)]
+    with FakeTensorMode() as mode:  # graphs rely on the shapes and dtypes that the operator announces
+        announced = function(**tree_map_only(Tensor, mode.from_tensor, arguments))
+    assert [(each.shape, each.dtype) for each in announced] == [(each.shape, each.dtype) for each in want]
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL"])

@@ -6,8 +6,10 @@ class's default values.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from importlib.resources import files
 from math import pi
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,11 +23,8 @@ from mmpos.schemes import get_scheme
 from mmpos.schemes.generation import (
     NOT_AFFINE,
     Flux,
-    Flux2,
-    Flux3,
     HunyuanImage,
     JoyImage,
-    LongCatImage,
     Lumina2,
     QwenImage,
 )
@@ -62,7 +61,7 @@ def _axial(
     theta: float | str = 10000.0,
     default_theta: float = 10000.0,
     *,
-    patch: tuple[int, int, int] | None = _PACKED,
+    patch: tuple[int, int, int] | Literal["config"] = _PACKED,
     default_patch: int | tuple[int, ...] = 2,
     limits: tuple[int, int] | str | None = None,
     ends: tuple[int, ...] = (),
@@ -75,7 +74,7 @@ def _axial(
         dims: defaults of ``field``.
         theta: base of the frequencies, or the name of the config field that contains it.
         default_theta: default of the field ``theta``.
-        patch: latents per token; None if the transformer cuts patches itself, with the size in its config.
+        patch: latents per token; "config" if the transformer cuts patches itself, with the size in its config.
         default_patch: default of the patch size in the config.
         limits: lowest and highest id, or the config field that contains the number of ids on each axis, counted from 0.
         ends: defaults of the field ``limits``.
@@ -87,7 +86,7 @@ def _axial(
         settings: Settings = {
             "scheme": get_scheme(scheme),
             "rotary": _axes_in_blocks(channels, base),
-            "patch_size": config.patch(default=default_patch) if patch is None else patch,
+            "patch_size": config.patch(default=default_patch) if patch == "config" else patch,
         }
         if isinstance(limits, str):
             settings["limits"] = tuple((0, end - 1) for end in config.integers(limits, ends))
@@ -112,14 +111,14 @@ def _thirds(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * side, side, side
 
 
-def _wan(default_heads: int, scheme: Any = "wan", *, rows: int | None = None) -> Reader:
+def _wan(default_head: int, scheme: Any = "wan", *, rows: int | None = None) -> Reader:
     """Return a config reader for models like Wan, whose tables have ``rows`` rows, by default rope_max_seq_len."""
 
     def read(config: TransformerConfig) -> Settings:
         end = config.integer("rope_max_seq_len", 1024) if rows is None else rows
         return {
             "scheme": get_scheme(scheme),
-            "rotary": _axes_in_blocks(_thirds(config.integer("attention_head_dim", default_heads))),
+            "rotary": _axes_in_blocks(_thirds(config.integer("attention_head_dim", default_head))),
             "patch_size": config.patch(),
             "limits": ((0, end - 1),) * 3,
         }
@@ -166,33 +165,19 @@ def _qwen_image(config: TransformerConfig) -> Settings:
 def _z_image(config: TransformerConfig) -> Settings:
     if config.get("siglip_feat_dim") is not None:
         raise UnsupportedError(f"config.siglip_feat_dim: got one, want None: {NOT_AFFINE['z-image-omni']}")
-    patch = config.integers("all_patch_size", (2,), count=1), config.integers("all_f_patch_size", (1,), count=1)
-    sizes = (patch[1][0], patch[0][0], patch[0][0])
-    return _axial(
-        Lumina2(first=1),
-        "axes_dims",
-        (32, 48, 48),
-        "rope_theta",
-        256.0,
-        patch=sizes,
-        limits="axes_lens",
-        ends=(1024, 512, 512),
-    )(config)
+    side, frames = config.integers("all_patch_size", (2,)), config.integers("all_f_patch_size", (1,))
+    return _like_lumina(Lumina2(first=1), (*frames, *side, *side), 1024)(config)
 
 
 def _bria_fibo_2(config: TransformerConfig) -> Settings:
     scheme = Lumina2(first=1, image_at=config.integer("max_num_gist_tokens", 512) + 1)
     side = 2 * config.integer("patch_size", 2)  # the pipeline has already packed 2 × 2 latents
-    return _axial(
-        scheme,
-        "axes_dims",
-        (32, 48, 48),
-        "rope_theta",
-        256.0,
-        patch=(1, side, side),
-        limits="axes_lens",
-        ends=(2048, 512, 512),
-    )(config)
+    return _like_lumina(scheme, (1, side, side), 2048)(config)
+
+
+def _like_lumina(scheme: Lumina2, patch: Any, end: int) -> Reader:
+    ends = (end, 512, 512)
+    return _axial(scheme, "axes_dims", (32, 48, 48), "rope_theta", 256.0, patch=patch, limits="axes_lens", ends=ends)
 
 
 def _ernie_image(config: TransformerConfig) -> Settings:
@@ -224,12 +209,6 @@ def _ideogram_4(config: TransformerConfig) -> Settings:
             axes[place] = axis
     rotary = Rotary(head_dim=head, theta=config.number("rope_theta", 5e6), axes=3, allocation=axes)
     return {"scheme": get_scheme("ideogram4"), "rotary": rotary, "patch_size": _PACKED}
-
-
-def _prx(config: TransformerConfig) -> Settings:
-    dims = config.integers("axes_dim", (32, 32))
-    rotary = _axes_in_blocks(dims, config.number("theta", 10000.0))
-    return {"scheme": HunyuanImage(), "rotary": rotary, "patch_size": config.patch(default=2)}
 
 
 def _hunyuan_image(config: TransformerConfig) -> Settings:
@@ -360,15 +339,13 @@ def _ltx_rotary(heads: int, channels: int, theta: float = 10000.0, pairing: Pair
 
 def _cosmos(config: TransformerConfig) -> Settings:
     head = config.integer("attention_head_dim", 128)
-    side = head // 6 * 2
-    dims = head - 2 * side, side, side
     scales = config.get("rope_scale", (2.0, 1.0, 1.0))
     if not isinstance(scales, list | tuple) or len(scales) != 3:
         raise InvalidInputError(f"config.rope_scale: got {scales!r}, want 3 numbers")
     patch = config.patch()
     sizes = config.integers("max_size", (128, 240, 240))
     longest = max(size // n for size, n in zip(sizes, patch, strict=True))
-    rotary = Rotary(head, allocation="axial", axes_dim=dims, scaling=[NTK(scale) for scale in scales])
+    rotary = Rotary(head, allocation="axial", axes_dim=_thirds(head), scaling=[NTK(scale) for scale in scales])
     limits = ((0, 2**31 - 1), (0, longest - 1), (0, longest - 1))  # frames are scaled after the lookup
     timed = ["AnimaModularPipeline", "Cosmos2TextToImagePipeline", "Cosmos2VideoToWorldPipeline"]
     timed += ["CosmosTextToWorldPipeline", "CosmosVideoToWorldPipeline"]
@@ -447,18 +424,25 @@ def _minimax_h3(config: TransformerConfig) -> Settings:
     return {"scheme": MiniMaxH3(), "rotary": rotary, "patch_size": config.patch()}
 
 
-_HUNYUAN = _axial("hunyuan-video", "rope_axes_dim", (16, 56, 56), "rope_theta", 256.0, patch=None)
-_BRIA = _axial("flux", "axes_dims_rope", (16, 56, 56), "rope_theta")
+_TABLE = tomllib.loads(files(__package__).joinpath("classes.toml").read_text(encoding="utf-8"))
+
+
+def _rows(kind: str, reader: Callable[..., Reader]) -> dict[str, Reader]:
+    """Return the config readers of the table's rows of one kind, by class."""
+    readers: dict[str, Reader] = {}
+    for row in _TABLE[kind]:
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        readers |= dict.fromkeys(str(values.pop("classes")).split(), reader(**values))
+    return readers
+
 
 TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
     {
+        **_rows("axial", _axial),
+        **_rows("wan", _wan),
         "AllegroTransformer3DModel": _allegro,
         "AnyFlowFARTransformer3DModel": _any_flow_far,
-        "AnyFlowTransformer3DModel": _wan(128),
         "BriaFibo2Transformer2DModel": _bria_fibo_2,
-        "BriaFiboTransformer2DModel": _BRIA,
-        "BriaTransformer2DModel": _BRIA,
-        "ChromaTransformer2DModel": _axial("flux", "axes_dims_rope", (16, 56, 56)),
         "ChronoEditTransformer3DModel": _chrono_edit,
         "CogVideoXTransformer3DModel": _cog_video(),
         "ConsisIDTransformer3DModel": _cog_video(stretched=True),
@@ -466,82 +450,31 @@ TRANSFORMERS: Mapping[str, Reader] = MappingProxyType(
         "CosmosTransformer3DModel": _cosmos,
         "EasyAnimateTransformer3DModel": _easy_animate,
         "ErnieImageTransformer2DModel": _ernie_image,
-        "Flux2Transformer2DModel": _axial(Flux2(), "axes_dims_rope", (32, 32, 32, 32), "rope_theta", 2000.0),
-        "Flux3Transformer2DModel": _axial(Flux3(), "axes_dims_rope", (32, 32, 32, 32), "rope_theta"),
         "FluxTransformer2DModel": _flux,
         "GlmImageTransformer2DModel": _glm_image,
-        "HiDreamImageTransformer2DModel": _axial("flux", "axes_dims_rope", (64, 32, 32), patch=None),
         "HunyuanDiT2DModel": _hunyuan_dit,
         "HunyuanImageTransformer2DModel": _hunyuan_image,
-        "HunyuanVideo15Transformer3DModel": _axial(
-            "hunyuan-video", "rope_axes_dim", (16, 56, 56), "rope_theta", 256.0, patch=None, default_patch=1
-        ),
-        "HunyuanVideoTransformer3DModel": _HUNYUAN,
         "Ideogram4Transformer2DModel": _ideogram_4,
         "JoyImageEditPlusTransformer3DModel": _joy_image,
         "JoyImageEditTransformer3DModel": _joy_image_edit,
         "Kandinsky5Transformer3DModel": _kandinsky_5,
         "Kandinsky6SRTransformer3DModel": _kandinsky_6_sr,
         "Kandinsky6Transformer3DModel": _kandinsky((32, 48, 48), scaled=True),
-        "Krea2Transformer2DModel": _axial("flux", "axes_dims_rope", (32, 48, 48), "rope_theta", 1000.0),
         "LTX2VideoTransformer3DModel": _ltx_2,
         "LTXVideoTransformer3DModel": _ltx,
-        "LongCatImageTransformer2DModel": _axial(LongCatImage(), "axes_dims_rope", (16, 56, 56)),
-        "Lumina2Transformer2DModel": _axial(
-            Lumina2(), "axes_dim_rope", (32, 32, 32), patch=None, limits="axes_lens", ends=(300, 512, 512)
-        ),
         "MiniMaxH3Transformer3DModel": _minimax_h3,
-        "MotifVideoTransformer3DModel": _HUNYUAN,
-        "NucleusMoEImageTransformer2DModel": _axial(QwenImage(), "axes_dims_rope", (16, 56, 56), limits=(-4096, 4095)),
-        "OvisImageTransformer2DModel": _axial("ovis-image", "axes_dims_rope", (16, 56, 56)),
-        "PRXTransformer2DModel": _prx,
-        "QwenImage21Transformer2DModel": _axial(
-            "qwen-image-2.1", "axes_dims_rope", (16, 56, 56), patch=None, default_patch=1, limits=(-1024, 8191)
-        ),
         "QwenImageTransformer2DModel": _qwen_image,
-        "SanaVideoTransformer3DModel": _wan(112),
         "SanaWMLTX2RefinerTransformer3DModel": _ltx_2,
         "SanaWMTransformer3DModel": _sana_wm,
-        "SkyReelsV2Transformer3DModel": _wan(128),
         "WanAnimate2Transformer3DModel": _wan_animate_2,
-        "WanAnimateTransformer3DModel": _wan(128),
-        "WanTransformer3DModel": _wan(128),
-        "WanVACETransformer3DModel": _wan(128),
         "ZImageTransformer2DModel": _z_image,
     }
 )
 """Supported classes, each with its config reader."""
 
-_AUDIO = "it is an audio model with one id per frame from 0, which needs no scheme"
-_ABSOLUTE = "it adds sinusoidal or learned positions to its tokens and has no rotation"
+_REASONS = {**_TABLE["refused"], **{NOT_AFFINE[name]: classes for name, classes in _TABLE["not_affine"].items()}}
 
 REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "AceStepTransformer1DModel": _AUDIO,
-        "AuraFlowTransformer2DModel": _ABSOLUTE,
-        "CogView3PlusTransformer2DModel": _ABSOLUTE,
-        "CogView4Transformer2DModel": NOT_AFFINE["cogview4"],
-        "DiTTransformer2DModel": _ABSOLUTE,
-        "DreamLiteTransformer2DModel": "only convolutions depend on positions",
-        "HeliosTransformer3DModel": NOT_AFFINE["helios"],
-        "HunyuanVideoFramepackTransformer3DModel": NOT_AFFINE["framepack"],
-        "LatteTransformer3DModel": _ABSOLUTE,
-        "LongCatAudioDiTTransformer": _AUDIO,
-        "LuminaNextDiT2DModel": "its pipeline rescales the frequencies at every timestep, so no rotation is fixed",
-        "MiniMaxMusic3RVQDepthDecoder": _AUDIO,
-        "MiniMaxMusic3Transformer1DModel": _AUDIO,
-        "MochiTransformer3DModel": NOT_AFFINE["mochi"],
-        "OmniGenTransformer2DModel": "it is a language model with one id per token, even in images: use flatten",
-        "PixArtTransformer2DModel": _ABSOLUTE,
-        "PriorTransformer": _ABSOLUTE,
-        "RFD4ProteinaTransformer": "it is a protein model, and residues have no grid",
-        "SD3Transformer2DModel": _ABSOLUTE,
-        "SanaTransformer2DModel": "its tokens have sinusoidal positions or none",
-        "StableAudio3DiTModel": _AUDIO,
-        "StableAudioDiTModel": _AUDIO,
-        "T5FilmDecoder": _AUDIO,
-        "Transformer2DModel": _ABSOLUTE,
-        "TransformerTemporalModel": _ABSOLUTE,
-    }
+    {name: reason for reason, classes in _REASONS.items() for name in classes.split()}
 )
 """Classes that from_diffusers refuses, with the reason."""

@@ -15,12 +15,12 @@ from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import FIRST_SEGMENT, id_bounds
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.hf_config import read_json
 from mmpos.schemes import Scheme
 from mmpos.schemes.mrope import checked_rate
 from mmpos.segments.kinds import Grid
 from mmpos.segments.table import SegmentTable
 from mmpos.support.checks import counted, integer
+from mmpos.support.files import read_json
 
 __all__ = ["TransformerSettings", "from_diffusers"]
 

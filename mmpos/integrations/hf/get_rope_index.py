@@ -302,8 +302,8 @@ def rope_index(config: object) -> Function:
         InvalidInputError: a field is missing from the config.
     """
     fields = Fields.of(config)
-    known, got = MODEL_TYPES.get(fields.model_type), f"config.model_type: got {fields.model_type!r}"
-    if fields.model_type in _NOT_REPLACED:
+    known, got = MODEL_TYPES.get(fields.kind.model_type), f"config.model_type: got {fields.kind.model_type!r}"
+    if fields.kind.model_type in _NOT_REPLACED:
         raise UnsupportedError(f"{got}, whose method is not replaced: call model.model.get_rope_index of Transformers")
     if known is None or not known.has_rope_index:
         types = {name for name, row in MODEL_TYPES.items() if row.has_rope_index}

@@ -69,10 +69,14 @@ def from_hf_config(
     folder = None
     if isinstance(config, str | PurePath):
         folder = Path(config) if isdir(config) else Path(config).parent
-    known = MODEL_TYPES.get(whole.model_type) or _refuse(whole)
+    known = MODEL_TYPES.get(whole.kind.model_type) or _refuse(whole)
     fields = thinker(whole)
     vision = fields.part("vision_config")
-    if vision is None and "vision_config" in fields.parts and "vision_config" not in fields.optional_parts:
+    if (
+        vision is None
+        and "vision_config" in fields.kind.parts
+        and "vision_config" not in fields.kind.defaults.get("optional_parts", ())
+    ):
         raise fields.missing_part("vision_config", "the encoder")
     rotary, second = _rotary(fields, known, layer_type)
     if (actions := whole.part("dit_config")) is not None:
@@ -80,13 +84,13 @@ def from_hf_config(
     scheme = _scheme(fields, known, engine, vision, rotary.axes)
     settings: dict[str, Any] = {"spatial_merge_size": fields.integer("spatial_merge_size", minimum=1) or 1}
     return ModelSettings(
-        model_type=whole.model_type,
+        model_type=whole.kind.model_type,
         scheme=scheme,
         rotary=rotary,
         second_rotary=second,
         placeholders=_placeholders(fields, known, scheme, vision),
         image_markers=_marker_pair(fields, known.markers),
-        row_markers=None if vision is None or vision.model_type != "pixtral" else known.row_markers,
+        row_markers=None if vision is None or vision.kind.model_type != "pixtral" else known.row_markers,
         opening_token_id=None if known.opening is None else fields.integer(known.opening, needed=True, minimum=0),
         video_markers=_marker_pair(fields, known.video_markers),
         frames_apart=known.frames_apart,
@@ -103,14 +107,14 @@ def thinker(whole: Fields) -> Fields:
     fields = whole
     for name in ("thinker_config", "vlm_config"):
         fields = fields.part(name) or fields
-        if name in fields.parts:
+        if name in fields.kind.parts:
             raise fields.missing_part(name, "the language model and the encoders")
     return fields
 
 
 def _refuse(fields: Fields) -> NoReturn:
     """Raise the error for a model type that is missing, unknown or not supported."""
-    model = fields.model_type
+    model = fields.kind.model_type
     if not model:
         raise fields.missing("model_type", "the name of a model type")
     if model in UNSUPPORTED_TYPES:
@@ -189,14 +193,14 @@ def _rotary(fields: Fields, known: ModelType, layer_type: str | None) -> tuple[R
     text = fields.part("text_config") or fields
     inside = text.own("model_type")
     inside = ALIASES.get(inside, inside) if isinstance(inside, str) else inside
-    of_class = fields.defaults.get("parts", {}).get("text_config")
+    of_class = fields.kind.defaults.get("parts", {}).get("text_config")
     allowed = known.text or ({of_class} if of_class else TEXT_TYPES)
-    if inside not in (None, fields.model_type, *allowed):
-        got = f"{inside!r} in {fields.model_type!r}"
+    if inside not in (None, fields.kind.model_type, *allowed):
+        got = f"{inside!r} in {fields.kind.model_type!r}"
         raise UnsupportedError(f"{text.name}.model_type: got {got}, want one of {_listed(allowed)}")
     overrides: dict[str, Any] = {}
     scheme = get_scheme(known.scheme)
-    if scheme.axes == 1 and text.rotation.section is not None:  # the ids are equal on all axes
+    if scheme.axes == 1 and text.kind.rotation.section is not None:  # the ids are equal on all axes
         overrides |= {"axes": 1, "allocation": "interleaved"}
     if isinstance(scheme, RopeTieV2):  # HunyuanImage-3.0 ignores scaling and uses another name for head_dim
         head_dim = fields.integer("attention_head_dim", needed=True, minimum=2)
@@ -244,7 +248,7 @@ def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -
         settings["spatial_merge_size"] = side
     elif scheme.axes >= 3:
         raise vision.missing("spatial_merge_size", "an integer")
-    encoder, heads = ENCODERS.get(vision.model_type), vision.get("num_attention_heads")
+    encoder, heads = ENCODERS.get(vision.kind.model_type), vision.get("num_attention_heads")
     # A Rotary cannot describe heads whose halves rotate separately and share keys.
     shared = encoder and encoder.kv_heads and (vision.own("num_key_value_heads") or encoder.kv_heads) != heads
     if encoder and not shared:
@@ -258,7 +262,7 @@ def vision_scheme(vision: Fields) -> Grid2D:
     Raises:
         InvalidInputError: the config has no spatial_merge_size, on which the order of patches depends.
     """
-    encoder = ENCODERS[vision.model_type]
+    encoder = ENCODERS[vision.kind.model_type]
     assert encoder.order, "all of ENCODERS have an order"
     side = 1 if encoder.order == "raster" else vision.integer("spatial_merge_size", needed=True, minimum=1)
     return Grid2D(encoder.order, side, 3 if encoder.turns == "frames" else 2, encoder.first)

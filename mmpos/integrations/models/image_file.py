@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.rotary.hf_config import read_json
 from mmpos.support.checks import finite, integer
+from mmpos.support.files import read_json
 
 __all__ = ["IMAGE_TYPES", "OTHER_IMAGE_TYPES", "ImageFile"]
 

@@ -45,7 +45,11 @@ def read_frames(
     av, frames = require_av(), list[Frame]()
     with ExitStack() as stack:
         # Opened here, since ffmpeg would take a path for the URL of any of its protocols.
-        data = io.BytesIO(file) if isinstance(file, bytes) else stack.enter_context(open(file, "rb"))
+        try:
+            data = io.BytesIO(file) if isinstance(file, bytes) else stack.enter_context(open(file, "rb"))
+        except (OSError, ValueError) as error:  # the latter from a null byte
+            got = repr(os.fspath(file))
+            raise InvalidInputError(f"Video.file: got {got}, want a file that can be read ({error})") from error
         try:
             container = av.open(data, container_options={"format_whitelist": _FORMATS}, io_open=_refuse)
             stack.enter_context(container)

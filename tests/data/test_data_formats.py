@@ -185,7 +185,6 @@ def unavailable(_: object) -> bytes:
 @pytest.mark.parametrize(
     ("read", "record"),
     [
-        (Obelics(Images(fetcher=unavailable)), {"images": ["http://host/a"], "texts": [None]}),
         (Obelics(Images(resolver=unavailable)), {"images": ["a"], "texts": [None]}),
         (Chat(media=unavailable), {"messages": [{"role": "user", "content": [{"type": "audio", "url": "a"}]}]}),
     ],

@@ -57,6 +57,8 @@ class Conversation(RecordFormat):
 
     def _conversation(self, record: Field, turns: _Turns) -> list[Piece]:
         """Replace placeholders by the media in the columns of the record, and add the text of the template."""
+        if not turns:
+            raise record.error("at least one turn", got="none")
         for kind in ("image", "video", "audio"):
             column = _column(record, kind)
             entries = column.several()
@@ -75,14 +77,11 @@ class Conversation(RecordFormat):
             for number, ((parts, i, index), entry) in enumerate(zip(places, entries, strict=True)):
                 if index is not None and index.value not in (None, number):
                     raise index.error(f"{number}, the number of items of {column.name} before it")
-                parts[i] = self._medium(entry, kind)
+                if kind == "image":
+                    parts[i] = entry.image(self.images)
+                else:
+                    parts[i] = self._video_or_audio(replace(entry, value={"type": kind, kind: entry.value}), kind)
         return (self.template or PLAIN).pieces(turns)
-
-    def _medium(self, entry: Field, kind: str) -> object:
-        """Read an entry of a column."""
-        if kind == "image":
-            return entry.image(self.images)
-        return self._video_or_audio(replace(entry, value={"type": kind, kind: entry.value}), kind)
 
     def _video_or_audio(self, part: Field, kind: str) -> object:
         if kind == "video" and is_list((frames := part["video"]).value):
@@ -104,8 +103,8 @@ class Conversation(RecordFormat):
         if not images:
             raise frames.error("at least one frame")
         rate = fps.value if isinstance(fps.value, float) else integer_of(fps.value)
-        if rate is None or not 0 < rate < 10**9:
-            raise fps.error("frames per second above 0")
+        if rate is None or not 1e-6 <= rate <= 1e6:
+            raise fps.error("frames per second, at least 0.000001 and at most 1000000")
         broken = next((image for image in images if isinstance(image, BrokenImage)), None)
         return replace(broken, kind="video") if broken else Video(images, seconds_per_frame=1 / fraction("fps", rate))
 
@@ -182,12 +181,15 @@ class Chat(Conversation):
         for flag in flags:
             if flag.value not in (None, 1):  # True is 1
                 raise flag.error("1 or none, since every assistant turn is trained on")
-        return self._conversation(record, [(message["role"], self._parts(message["content"])) for message in messages])
-
-    def _parts(self, content: Field) -> list[object]:
-        if not is_list(content.value):
-            return _split(content, "text or a list of parts")
-        return [piece for part in content.items() for piece in self._part(part)]
+        turns: _Turns = []
+        for message in messages:
+            content = message["content"]
+            if is_list(content.value):
+                parts = [part for item in content.items() for part in self._part(item)]
+            else:
+                parts = _split(content, "text or a list of parts")
+            turns.append((message["role"], parts))
+        return self._conversation(record, turns)
 
     def _part(self, part: Field) -> list[object]:
         kind = part["type"].choice(_KINDS)
@@ -222,21 +224,11 @@ class LLaVA(Conversation):
     r"""Format of records with ``image`` and ``conversations``, a list of turns.
 
     A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` (or ``images``) is a path, another
-    reference, or a list of references. Placeholders stand for the media beside the turns as in Chat; in a record with a
-    video and no image, ``<image>`` may stand for the video, as in LLaVA-Video. The text around
-    ``<image>``, including line breaks, is kept. The gpt turns are trained on, including the text that ends them.
+    reference, or a list of references. Placeholders stand for the media beside the turns as in Chat, whose options the
+    format has; in a record with a video and no image, ``<image>`` may stand for the video, as in LLaVA-Video. The text
+    around ``<image>``, including line breaks, is kept. The gpt turns are trained on, including the text that ends them.
 
     Source: docs/Finetune_Custom_Data.md in the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
-
-    >>> from mmpos.data import Location
-    >>> turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
-    >>> LLaVA()({"image": b"GIF89a", "conversations": turns}, Location("shard.jsonl", 0)).parts
-    ['User:\n', b'GIF89a', '\nWhat is it?\n\nAssistant:\n', 'A cat.\n\n']
-
-    Args:
-        template: text around the turns, as for Chat, with human as user and gpt as assistant.
-        images: sources of the images, which LLaVA references by path.
-        media: reads the entries of ``videos`` and ``audios``, as for Chat.
     """
 
     def _pieces(self, record: Field) -> list[Piece]:
@@ -255,21 +247,12 @@ class LLaVA(Conversation):
 class FineVision(Conversation):
     r"""Format of FineVision and The Cauldron: ``images`` and ``texts``, a list with ``user`` and ``assistant``.
 
-    Images without placeholders come before the first user's text, in order; placeholders stand for them as in Chat. The
-    assistant's texts are trained on, including the text that ends them. Ratings and sources are not used.
+    Images without placeholders come before the first user's text, in order; placeholders stand for them as in Chat,
+    whose options the format has. The assistant's texts are trained on, including the text that ends them. Ratings and
+    sources are not used.
 
     Source: the dataset cards of HuggingFaceM4/FineVision and HuggingFaceM4/the_cauldron; the order of images and text
     as in data/datasets.py of the repository huggingface/nanoVLM.
-
-    >>> from mmpos.data import Location
-    >>> record = {"images": [b"GIF89a"], "texts": [{"user": "What is it?", "assistant": "A cat.", "source": "TQA"}]}
-    >>> FineVision()(record, Location("train.parquet", 0)).parts
-    ['User:\n', b'GIF89a', 'What is it?\n\nAssistant:\n', 'A cat.\n\n']
-
-    Args:
-        template: text around the turns, as for Chat.
-        images: sources of images whose bytes are null.
-        media: reads the entries of ``videos`` and ``audios``, as for Chat.
     """
 
     all_first: ClassVar[bool] = True

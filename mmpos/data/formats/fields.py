@@ -113,11 +113,11 @@ class Field:
         """Return the value if it is a mapping, else parse it as JSON; it must then be text or UTF-8 bytes."""
         if isinstance(self.value, Mapping):
             return self
-        text = self.utf8(want := "an object, or one as JSON")
+        text = self.utf8("an object, or one as JSON")
         try:
             return Field(self.record, self.name, json.loads(text), self.read)
         except (ValueError, RecursionError) as error:
-            raise self.error(want, got=f"{describe(text)}, which is not JSON ({error})") from error
+            raise self.error("JSON", got=f"{describe(text)}, which is not JSON ({error})") from error
 
     def image(self, images: Images) -> object:
         """Resolve the image that the value refers to; return a BrokenImage if that fails."""
@@ -167,18 +167,20 @@ class RecordFormat(ABC):
             raise RecordError(f"{where}: got {describe(record)}, want a mapping of names to values")
         own = next((name for name in ("id", "__key__") if record.get(name) is not None), None)
         if own is not None:
-            key = _key(Field(where, own, record[own]))
+            name, number = Field(where, own, record[own]), integer_of(record[own])
+            large = number is None or abs(number) >= 2**64
+            if not (key := name.text("text or an integer of 64 bits") if large else str(number)):
+                raise name.error("a non-empty key")
             where = f"{key} ({where})"
         fields = Field(where, "", record)
         kept = [piece for piece in self._pieces(fields) if not isinstance(piece.part, str) or piece.part]
         placed = any(not isinstance(piece.part, str) for piece in kept)
-        for name, (mapping, read) in fields.read.items():
+        for path, (mapping, read) in fields.read.items():
             for unread, value in mapping.items():
-                if unread in read or not (unread in self.refused or _is_media(unread, value, placed)):
-                    continue
-                if not is_empty(value):
-                    lost = Field(where, name, mapping)[unread]
-                    raise lost.error(f"none, since {type(self).__name__} does not read it")
+                lost = unread not in read and (unread in self.refused or _is_media(unread, value, placed))
+                if lost and not is_empty(value):
+                    want = f"none, since {type(self).__name__} does not read it"
+                    raise Field(where, path, mapping)[unread].error(want)
         if not kept:
             raise fields.error("at least one", got="no image and no text")
         return Document(key, tuple(join_texts(kept, self.separator)))
@@ -186,14 +188,6 @@ class RecordFormat(ABC):
     @abstractmethod
     def _pieces(self, record: Field) -> Iterable[Piece]:
         """Read the pieces of a record in order."""
-
-
-def _key(own: Field) -> str:
-    number = integer_of(own.value)
-    key = str(number) if number is not None and abs(number) < 2**64 else own.text("text or an integer of 64 bits")
-    if not key:
-        raise own.error("a non-empty key")
-    return key
 
 
 def check_options(options: object) -> None:

@@ -61,11 +61,6 @@ class TarDocuments(Obelics):
 
     Source: "Interleaved Data and Arbitrary Image Count" in the documentation of Megatron-Energon.
 
-    >>> from mmpos.data import Location
-    >>> document = {"images": [None, "a1.jpg"], "texts": ["A cat:", None]}
-    >>> TarDocuments()({"__key__": "17", "json": document, "a1.jpg": b"GIF89a"}, Location("00000.tar", 17)).parts
-    ['A cat:', b'GIF89a']
-
     Args:
         images: checks the images, which are given as bytes or decoded.
     """
@@ -92,11 +87,6 @@ class MMC4(RecordFormat):
     its sentence) and ``image_name``. Images of a sentence keep the order of image_info. Similarities are not used.
 
     Source: the README in the repository allenai/mmc4; Zhu et al. 2023, arXiv:2304.06939.
-
-    >>> from mmpos.data import Location
-    >>> record = {"text_list": ["One.", "Two."], "image_info": []}
-    >>> MMC4()(record, Location("shard.jsonl", 0)).parts
-    ['One. Two.']
 
     Args:
         images: sources of the images.

@@ -23,10 +23,6 @@ class Pairs(RecordFormat):
 
     Source: the WebDataset convention of ``key.extension`` members; captions as img2dataset writes them.
 
-    >>> from mmpos.data import Location
-    >>> Pairs()({"__key__": "000017", "jpg": b"...", "txt": b"a cat"}, Location("00000.tar", 17)).parts
-    [b'...', 'a cat']
-
     Args:
         images: checks the image, which is given as bytes or decoded.
     """
@@ -96,10 +92,6 @@ class Texts(RecordFormat):
     """Format of records with a text, all of which is trained on, as in C4 and FineWeb.
 
     Source: the field ``text`` in the dataset cards of allenai/c4 and HuggingFaceFW/fineweb.
-
-    >>> from mmpos.data import Location
-    >>> Texts()({"text": "A cat sleeps.", "url": "https://host/cat"}, Location("train.parquet", 0)).parts
-    ['A cat sleeps.']
 
     Args:
         text: name of the column.

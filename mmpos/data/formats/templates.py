@@ -125,8 +125,6 @@ class TokenizerTemplate:
                 does not write one placeholder for each image, video and audio.
         """
         turns = list(turns)
-        if not turns:
-            return []
         first = turns[0][0]
         messages = [{"role": role.text(), "content": _content(parts)} for role, parts in turns]
         text = self._written(first, messages)

@@ -148,13 +148,13 @@ class RecordFormat(ABC):
         Raises:
             RecordError: the record is invalid; the error names the record and the field.
         """
-        document = self.read(record, location)
+        document = self.read_document(record, location)
         for part in document.parts:
             if isinstance(part, BrokenImage):
                 raise part.error
         return document
 
-    def read(self, record: Record, location: Location) -> Document:
+    def read_document(self, record: Record, location: Location) -> Document:
         """Convert a record to a document, with a BrokenImage for each image reference that cannot be resolved.
 
         The key is ``id`` or ``__key__`` (text or an integer) if the record has either, else the location.

@@ -136,65 +136,32 @@ WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.ma
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: ModelCollator(WRONG),
-            InvalidInputError,
-            r"settings: got str, want the result of mmpos.from_hf_config",
-        ),
-        (
-            lambda: ProcessedInputs(WRONG),
-            InvalidInputError,
-            r"settings: got str, want the result of mmpos.from_hf_config",
-        ),
+        (lambda: ModelCollator(WRONG), InvalidInputError,
+         r"settings: got str, want the result of mmpos.from_hf_config"),
+        (lambda: ProcessedInputs(WRONG), InvalidInputError,
+         r"settings: got str, want the result of mmpos.from_hf_config"),
         (lambda: ModelCollator(SETTINGS, WRONG), InvalidInputError, "images: got str, want an ImageProcessor"),
-        (
-            lambda: ModelCollator(SETTINGS, collate=WRONG),
-            InvalidInputError,
-            "collate: got str, want a PackedCollator or a PaddedCollator",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS, OTHER),
-            InvalidInputError,
-            r"images.order: got 'raster', want 'merged' of 'qwen2_vl'",
-        ),
-        (
-            lambda: ModelCollator(LLAMA)([FIRST]),
-            UnsupportedError,
-            "batch: got 1 image for 'llama', want text only, or padded rows from its own processor, or one of c",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]),
-            InvalidInputError,
-            "batch.positions: got scheme rope-tie, want mrope-transformers of 'qwen2_vl': SequenceBuilder",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS, IMAGES)([example(PIXELS, builder=MARKED)]),
-            InvalidInputError,
-            r"image_spans\[0\]: got the placeholder 258, want 7 of 'qwen2_vl': SequenceBuilder\(markers",
-        ),
+        (lambda: ModelCollator(SETTINGS, collate=WRONG), InvalidInputError,
+         "collate: got str, want a PackedCollator or a PaddedCollator"),
+        (lambda: ModelCollator(SETTINGS, OTHER), InvalidInputError,
+         r"images.order: got 'raster', want 'merged' of 'qwen2_vl'"),
+        (lambda: ModelCollator(LLAMA)([FIRST]), UnsupportedError,
+         "batch: got 1 image for 'llama', want text only, or padded rows from its own processor, or one of c"),
+        (lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]), InvalidInputError,
+         "batch.positions: got scheme rope-tie, want mrope-transformers of 'qwen2_vl': SequenceBuilder"),
+        (lambda: ModelCollator(SETTINGS, IMAGES)([example(PIXELS, builder=MARKED)]), InvalidInputError,
+         r"image_spans\[0\]: got the placeholder 258, want 7 of 'qwen2_vl': SequenceBuilder\(markers"),
         (lambda: ModelCollator(SETTINGS)([FIRST]), InvalidInputError, "image_processor: got no mean, std"),
-        (
-            lambda: ModelCollator(SETTINGS, IMAGES)([example(Grid(1, 2))]),
-            UnsupportedError,
-            "batch: got images without pixels, want pixels from an ImageProcessor",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=WITH_AUDIO)]),
-            UnsupportedError,
-            "batch: got 1 run of audio for 'qwen2_vl', want none; audio features are not passed on",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS)(_shard()),
-            UnsupportedError,
-            "batch: got a context-parallel shard, want the whole batch",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()),
-            InvalidInputError,
-            "patches: got 7, want 8 as in grid_thw",
-        ),
+        (lambda: ModelCollator(SETTINGS, IMAGES)([example(Grid(1, 2))]), UnsupportedError,
+         "batch: got images without pixels, want pixels from an ImageProcessor"),
+        (lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=WITH_AUDIO)]), UnsupportedError,
+         "batch: got 1 run of audio for 'qwen2_vl', want none; audio features are not passed on"),
+        (lambda: ModelCollator(SETTINGS)(_shard()), UnsupportedError,
+         "batch: got a context-parallel shard, want the whole batch"),
+        (lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()), InvalidInputError,
+         "patches: got 7, want 8 as in grid_thw"),
     ],
-)
+)  # fmt: skip
 def test_batches_that_a_model_would_misread_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call()
@@ -313,13 +280,10 @@ FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_va
     ("settings", "record", "message"),
     [
         (GEMMA, PIXELS_OF_GEMMA, "pixel_values: got pixels for 'gemma3', want text only, or padded rows from its own"),
-        (
-            mmpos.from_hf_config(ERNIE),
-            FILM,
-            "video_grid_thw: got a video for 'ernie4_5_vl_moe', which merges frames, want only images",
-        ),
+        (mmpos.from_hf_config(ERNIE), FILM,
+         "video_grid_thw: got a video for 'ernie4_5_vl_moe', which merges frames, want only images"),
     ],
-)
+)  # fmt: skip
 def test_inputs_not_supported_in_packs_for_a_model_are_refused(settings: Any, record: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         ProcessedInputs(settings)(record, HERE)

@@ -295,18 +295,14 @@ def test_videos_of_records_are_decoded_with_their_times(tmp_path: Path) -> None:
     ("part", "message"),
     [
         ({"type": "audio", "audio": "a.wav"}, "type: got 'audio', want a video; Videos reads no audio"),
-        (
-            {"type": "video", "video": "a.mp4", "video_end": 2},
-            "video: got video, video_end, want one of video, video_url",
-        ),
+        ({"type": "video", "video": "a.mp4", "video_end": 2},
+         "video: got video, video_end, want one of video, video_url"),
         ({"type": "video", "video": "../a.mp4"}, r"video: got the path '../a.mp4', want a path that stays inside"),
         ({"type": "video", "video": "broken.mp4"}, "Video.file: got Invalid data found"),
-        (
-            {"type": "video", "video": np.zeros((2, 4, 4, 3), np.uint8)},
-            "video: got ndarray, want the path or the bytes",
-        ),
+        ({"type": "video", "video": np.zeros((2, 4, 4, 3), np.uint8)},
+         "video: got ndarray, want the path or the bytes"),
     ],
-)
+)  # fmt: skip
 def test_videos_that_cannot_be_read_are_errors_of_their_records(part: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "broken.mp4").write_bytes(b"broken")
     preprocess = Preprocess(Chat(ChatTemplate(), media=Videos(Images(base=tmp_path), fps=2)), BUILDER)

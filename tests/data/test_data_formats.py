@@ -170,12 +170,12 @@ def test_errors_about_large_values_stay_short() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "want"),
     [
-        (Images, {"base": 5}, "base: got 5, want text or PathLike or None"),
-        (Images, {"resolver": {}}, "resolver: got {}, want Callable or None"),
+        (Images, {"base": 5}, "base: got 5, want text or a path or None"),
+        (Images, {"resolver": {}}, "resolver: got {}, want a callable or None"),
         *((kind, {"images": "folder"}, "images: got 'folder', want Images") for kind in FORMATS.values()),
         *((kind, {"template": "plain"}, "template: got 'plain', want ChatTemplate or TokenizerTemplate or None")
           for kind in (Chat, LLaVA, FineVision)),
-        (Chat, {"media": 5}, "media: got 5, want Callable or None"),
+        (Chat, {"media": 5}, "media: got 5, want a callable or None"),
         (ChatTemplate, {"user": ("a", "b")}, "user: got ('a', 'b'), want Turn or None"),
         (Turn, {"before": 5, "after": ""}, "before: got 5, want text"),
         (Turn, {"before": "", "after": None}, "after: got nothing, want text"),

@@ -8,7 +8,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
+from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -190,14 +190,16 @@ class RecordFormat(ABC):
         """Read the pieces of a record in order."""
 
 
+_WORDS = {"str": "text", "PathLike": "a path", "Callable": "a callable", "NoneType": "None"}
+
+
 def check_options(options: object) -> None:
     """Check the type of each option of a dataclass."""
     for name, hint in get_type_hints(type(options)).items():
         kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
-        value = getattr(options, name, None)
-        if ClassVar not in kinds and object not in kinds and not isinstance(value, tuple(kinds)):
-            words = {str: "text", NoneType: "None"}
-            want = " or ".join(words.get(kind, kind.__name__) for kind in kinds)
+        value = getattr(options, name)
+        if ClassVar not in kinds and not isinstance(value, tuple(kinds)):
+            want = " or ".join(_WORDS.get(kind.__name__, kind.__name__) for kind in kinds)
             raise InvalidInputError(f"{name}: got {describe(value)}, want {want}")
 
 

@@ -95,9 +95,8 @@ class Video:
             timestamp: as in the class.
 
         Raises:
-            InvalidInputError: the file cannot be read, is not a video, is damaged or truncated, has no video or fewer
-                frames than are to be chosen, since none is repeated; or fps and num_frames are both missing or both
-                given.
+            InvalidInputError: the file cannot be read, is damaged or truncated, has no video or fewer frames than are
+                to be chosen (none is repeated); or fps and num_frames are both missing or both given.
             ImportError: PyAV is not installed.
         """
         frames, times = read_frames(file, fps, num_frames, max_frames)

@@ -78,7 +78,7 @@ class Conversation(RecordFormat):
                 if index is not None and index.value not in (None, number):
                     raise index.error(f"{number}, the number of items of {column.name} before it")
                 if kind == "image":
-                    parts[i] = entry.image(self.images)
+                    parts[i] = self.images.read(entry)
                 else:
                     parts[i] = self._video_or_audio(replace(entry, value={"type": kind, kind: entry.value}), kind)
         return (self.template or PLAIN).pieces(turns)
@@ -99,7 +99,7 @@ class Conversation(RecordFormat):
         return medium
 
     def _frames(self, frames: Field, fps: Field) -> object:
-        images = [frame.image(self.images) for frame in frames.items()]
+        images = [self.images.read(frame) for frame in frames.items()]
         if not images:
             raise frames.error("at least one frame")
         rate = fps.value if isinstance(fps.value, float) else integer_of(fps.value)
@@ -208,12 +208,12 @@ class Chat(Conversation):
             image = part[named[0]]
             if named == ["base64"]:
                 image = replace(image, value=f"data:;base64,{image.text()}")
-            return [image.image(self.images)]
+            return [self.images.read(image)]
         holder = part["image_url"] if kind == "image_url" else part
         url, detail = holder["url" if kind == "image_url" else "image_url"], holder["detail"]
         if detail.value not in (None, "auto"):
             raise detail.error("auto or none, since the ImageProcessor determines the size of images")
-        return [url.image(self.images)]
+        return [self.images.read(url)]
 
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}

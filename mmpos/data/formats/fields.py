@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from mmpos.data.examples import BrokenImage, Document, Location, Piece, Record, 
 from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.images.decode import is_of
 from mmpos.support import checks
-
-if TYPE_CHECKING:
-    from mmpos.data.formats.images import Images
 
 __all__ = ["Field", "RecordFormat", "called", "check_options", "describe", "integer_of", "is_empty", "is_list"]
 
@@ -118,13 +115,6 @@ class Field:
             return Field(self.record, self.name, json.loads(text), self.read)
         except (ValueError, RecursionError) as error:
             raise self.error("JSON", got=f"{describe(text)}, which is not JSON ({error})") from error
-
-    def image(self, images: Images) -> object:
-        """Resolve the image that the value refers to; return a BrokenImage if that fails."""
-        try:
-            return images.resolve(f"{self.record}: {self.name}", self.value)
-        except RecordError as error:
-            return BrokenImage(error)
 
 
 class RecordFormat(ABC):

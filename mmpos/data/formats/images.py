@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mmpos.data.examples import RecordError
-from mmpos.data.formats.fields import called, check_options, describe
+from mmpos.data.examples import BrokenImage, RecordError
+from mmpos.data.formats.fields import Field, called, check_options, describe
 from mmpos.errors import InvalidInputError
 from mmpos.images import ImageSize
 from mmpos.images.decode import is_of, read_data_url
@@ -52,6 +52,13 @@ class Images:
         if self.base is not None:
             # Make the path absolute, since loader workers may run in another folder.
             object.__setattr__(self, "base", local_path("base", self.base).resolve())
+
+    def read(self, field: Field) -> object:
+        """Resolve the image that a field refers to; return a BrokenImage if that fails."""
+        try:
+            return self.resolve(f"{field.record}: {field.name}", field.value)
+        except RecordError as error:
+            return BrokenImage(error)
 
     def resolve(self, name: str, reference: object) -> object:
         """Resolve a reference to an image: bytes, a pathlib.Path, or an image that is already decoded.

@@ -49,7 +49,7 @@ class Obelics(RecordFormat):
         return record
 
     def _image(self, record: Field, image: Field) -> object:
-        return image.image(self.images)
+        return self.images.read(image)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TarDocuments(Obelics):
         member = record[name.lower()]
         if member.value is None:
             return BrokenImage(image.error(f"a member of the sample, one of {describe(list(record.value))}"))
-        return member.image(self.images)
+        return self.images.read(member)
 
 
 @dataclass(frozen=True)
@@ -101,5 +101,5 @@ class MMC4(RecordFormat):
             index = integer_of((matched := info["matched_text_index"]).value)
             if index is None or not 0 <= index < len(runs):
                 raise matched.error(f"an index into the {len(runs)} items of text_list")
-            runs[index].insert(-1, Piece(info["image_name"].image(self.images)))
+            runs[index].insert(-1, Piece(self.images.read(info["image_name"])))
         return [piece for run in runs for piece in run]

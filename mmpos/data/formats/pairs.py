@@ -41,7 +41,7 @@ class Pairs(RecordFormat):
             caption = metadata.parsed()["caption"]
         if not (text := caption.utf8()):
             raise caption.error("a non-empty caption")
-        return [Piece(images[0].image(self.images)), Piece(text)]
+        return [Piece(self.images.read(images[0])), Piece(text)]
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class HFImages(RecordFormat):
         image, text = record[self.image], record[self.text]
         images, texts = image.several(), text.several()
         if not (is_list(image.value) and is_list(text.value)):
-            return [*(Piece(item.image(self.images)) for item in images), *(Piece(item.text()) for item in texts)]
+            return [*(Piece(self.images.read(item)) for item in images), *(Piece(item.text()) for item in texts)]
         if len(images) != len(texts):
             raise image.error(f"{len(texts)} as in {self.text}", got=f"{len(images)} items")
         pieces = []
         for image, text in zip(images, texts, strict=True):
-            pieces += [] if image.value is None else [Piece(image.image(self.images))]
+            pieces += [] if image.value is None else [Piece(self.images.read(image))]
             pieces += [] if text.value is None else [Piece(text.text())]
         return pieces
 

@@ -37,6 +37,7 @@ from mmpos.data.formats import (
     Texts,
     Turn,
 )  # fmt: skip
+from mmpos.data.formats.fields import describe
 from mmpos.data.formats.images import Images
 from mmpos.errors import ServiceUnavailableError
 from mmpos.segments import Audio, Clip
@@ -165,6 +166,9 @@ def test_an_unavailable_service_is_not_a_record_error(read: Format, record: dict
 def test_errors_about_large_values_stay_short() -> None:
     for reference in ("x" * 10**6, [["x" * 10**6] * 1000] * 1000, 10**5000, "data:image/png;base64," + "!" * 10**6):
         assert len(resolve(Images(), reference)) < 800
+    whole = ["a" * 54, "b" * 58]
+    assert describe(whole) == f"['{'a' * 54}', '{'b' * 58}']"
+    assert describe(["a" * 55, "b" * 58]) == f"['{'a' * 55}', '{'b' * 58}…"
 
 
 @pytest.mark.parametrize(
@@ -337,7 +341,7 @@ CASES: list[tuple[Any, Any, Any]] = [
     (Pairs(), {**A_PAIR, "mp4": b"..."}, "mp4: got 3 bytes, want none, since Pairs does not read it"),
     (Pairs(), {**A_PAIR, "seg.png": PNG}, f"seg.png: got {len(PNG)} bytes, want none"),
     (Pairs(), {**A_PAIR, "heic": b"..."}, "heic: got 3 bytes, want none"),
-    *((HFImages(*names, images=LOCAL), dict(zip(names or ("image", "text"), columns, strict=True)), want)
+    *((FORMATS["hf"](*names, images=LOCAL), dict(zip(names or ("image", "text"), columns, strict=True)), want)
       for names in ((), ("photo", "caption"))
       for *columns, want in (
           (struct(PNG), "a dot", [PNG, "a dot"]),
@@ -542,7 +546,7 @@ def test_the_key_is_the_id_of_the_record_or_else_its_location(ids: dict[str, obj
 
 RECORDS: dict[str, dict[str, Any]] = {
     "obelics": OBELICS_RECORD,
-    "mmc4": {**MMC4_RECORD, "image_info": MMC4_RECORD["image_info"][:2]},
+    "mmc4": changed(MMC4_RECORD, ("image_info", 2, "image_name"), "chelsea.jpg"),
     "chat": CHAT_RECORD,
     "llava": LLAVA_RECORD,
     "finevision": {"images": [struct(CAT)], "texts": [{"user": "What?", "assistant": "A cat."}]},

@@ -128,7 +128,7 @@ def test_position_ids_with_one_axis_restart_in_each_part_of_a_document() -> None
 
 
 WRONG: Any = "x"
-OTHER = replace(IMAGES, order="raster")
+OTHER, OWN = replace(IMAGES, order="raster"), replace(SETTINGS, vision_scheme=None)
 MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
 WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.markers, audio=11))
 
@@ -158,6 +158,12 @@ WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.ma
          "batch: got 1 run of audio for 'qwen2_vl', want none; audio features are not passed on"),
         (lambda: ModelCollator(SETTINGS)(_shard()), UnsupportedError,
          "batch: got a context-parallel shard, want the whole batch"),
+        (lambda: ModelCollator(OWN, IMAGES), UnsupportedError,
+         "images: got an ImageProcessor, want None: ProcessedInputs with the output of the processor of 'qwen2_vl'"),
+        (lambda: ModelCollator(OWN)([FIRST]), UnsupportedError,
+         "patches: got uint8, want ProcessedInputs with the output of the processor of 'qwen2_vl'"),
+        (lambda: ModelCollator(SETTINGS, IMAGES)(_with_float_patches()), InvalidInputError,
+         "patches: got torch.float32, want uint8"),
         (lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()), InvalidInputError,
          "patches: got 7, want 8 as in grid_thw"),
     ],
@@ -169,6 +175,12 @@ def test_batches_that_a_model_would_misread_are_refused(call: Any, error: type[E
 
 def _shard() -> Batch:
     return PackedCollator(multiple_of=4)([SECOND]).shard(0, 2)
+
+
+def _with_float_patches() -> Batch:
+    batch = PackedCollator()([FIRST])
+    assert batch.patches is not None
+    return replace(batch, patches=batch.patches.float())
 
 
 def _without_a_patch() -> Batch:
@@ -228,6 +240,10 @@ def test_a_pack_for_ernie_has_expert_types() -> None:
     assert arguments["mm_token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]]
     assert arguments["moe_mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1]]
     assert arguments["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
+    own = settings.image_processor(mean=(0.5,) * 3, std=(0.5,) * 3, min_pixels=64, max_pixels=4096, backend="pillow")
+    photo = example(PIXELS, builder=SequenceBuilder(images=own, scheme=settings.scheme, markers=settings.markers))
+    pixels = ModelCollator(settings, own)([photo])["pixel_values"]  # patches of one frame
+    torch.testing.assert_close(pixels, torch.from_numpy(own.process(PIXELS, temporal_patch_size=1).patches))
 
 
 def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:

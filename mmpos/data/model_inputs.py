@@ -238,16 +238,12 @@ class ModelCollator:
         if self.inputs.text_row and got != self.settings.scheme.label:
             want = f"{self.settings.scheme.label} of {kind!r}: SequenceBuilder(scheme=settings.scheme)"
             raise InvalidInputError(f"batch.positions: got scheme {got}, want {want}")
-        if self.inputs.images and len(batch.grid_thw):
-            self._check_placeholders(batch, types)
-
-    def _check_placeholders(self, batch: Batch, types: Tensor) -> None:
         wrong = types.view(-1)[batch.image_spans[:, 0]].eq(0)
         if wrong.any():
-            i, kind = int(wrong.int().argmax()), self.settings.model_type
-            got = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
+            i = int(wrong.int().argmax())
+            placeholder = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
             want = f"{self.settings.placeholders.image} of {kind!r}: SequenceBuilder(markers=settings.markers)"
-            raise InvalidInputError(f"image_spans[{i}]: got the placeholder {got}, want {want}")
+            raise InvalidInputError(f"image_spans[{i}]: got the placeholder {placeholder}, want {want}")
 
     def _token_types(self, batch: Batch) -> Tensor:
         """Return the type of each token: 0 for text, 1 for image patches, 2 for video patches."""

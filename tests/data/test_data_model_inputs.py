@@ -246,6 +246,14 @@ def test_a_pack_for_ernie_has_expert_types() -> None:
     torch.testing.assert_close(pixels, torch.from_numpy(own.process(PIXELS, temporal_patch_size=1).patches))
 
 
+def test_frames_between_video_markers_are_videos_in_their_document_alone() -> None:
+    collator = ModelCollator(replace(SETTINGS, video_markers=(11, 12)), IMAGES)
+    arguments = collator([example([50, 11], PIXELS, [12], PIXELS), example([11, 60], PIXELS), example(PIXELS)])
+    types = [0, 0, 0, 2, 2, 0, 0, 0, 1, 1, 0], [0, 0, 0, 2, 2, 0], [0, 1, 1, 0]
+    assert arguments["mm_token_type_ids"].tolist() == [[kind for document in types for kind in document]]
+    assert arguments["image_grid_thw"].tolist() == [[1, 2, 4]] * 4  # one call has either images or videos
+
+
 def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
     make = ProcessedInputs(SETTINGS)
     arguments = ModelCollator(SETTINGS)([make(RECORD, HERE), SECOND, make({**RECORD, "labels": [1] * 13}, HERE)])

@@ -210,7 +210,7 @@ def test_an_example_from_processor_outputs_has_its_patches_in_token_order() -> N
     assert sequence.patches[:, 0].tolist() == [*range(8), *range(100, 108), *range(8, 12)]
     assert sequence.image_spans.tolist() == [[2, 4], [7, 9], [11, 12]]
     assert sequence.grid_thw.tolist() == [[1, 1, 2], [2, 1, 1], [1, 1, 1]]
-    assert sequence.image_margins == (1, 1)
+    assert (sequence.image_margins, sequence.part_offsets.tolist()) == ((1, 1), [0, 13])
     assert processed.labels.tolist() == [50, 9, -100, -100, 10, 60, 9, -100, -100, 10, 9, -100, 10]
     assert sequence.positions.dense().tolist()[0] == [0, 1, 2, 2, 4, 5, 6, 7, 8, 8, 9, 10, 11]
     kept = processed.slice(5, 13).sequence

@@ -249,7 +249,7 @@ MMC4_RECORD = {
     "image_info": [
         {"image_name": "coffee.jpg", "raw_url": "http://host/c", "matched_text_index": 2, "matched_sim": 0.3},
         {"image_name": "chelsea.jpg", "raw_url": "http://host/d", "matched_text_index": 2},
-        {"image_name": "first.jpg", "raw_url": "http://host/e", "matched_text_index": np.int64(0)},
+        {"image_name": "first.jpg", "raw_url": "http://host/e", "matched_text_index": 0},
     ],
     "similarity_matrix": [[0.1, 0.1, 0.3]],
 }
@@ -318,7 +318,8 @@ CASES: list[tuple[Any, Any, Any]] = [
      f"c.jpg: got {len(CAT)} bytes, want none, since TarDocuments does not read it"),
     (TarDocuments(), changed(TAR_RECORD, ("json", "audios"), ["a.wav", None]),
      "json.audios: got ['a.wav', None], want none, since TarDocuments does not read it"),
-    (MMC4(NAMES), MMC4_RECORD, [b"first.jpg", "First. Second.", b"coffee.jpg", b"chelsea.jpg", "Third."]),
+    (MMC4(NAMES), changed(MMC4_RECORD, ("image_info", 2, "matched_text_index"), np.int64(0)),
+     [b"first.jpg", "First. Second.", b"coffee.jpg", b"chelsea.jpg", "Third."]),
     (MMC4(NAMES), changed(MMC4_RECORD, ("image_info", 0, "image_name"), 5), "image_info[0].image_name: got 5, want "),
     *((MMC4(NAMES), changed(MMC4_RECORD, MATCHED, index), f"image_info[0].matched_text_index: got {got}, want an index "
        "into the 3 items of text_list") for index, got in

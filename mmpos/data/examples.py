@@ -62,9 +62,6 @@ class Piece:
     part: Any
     train: bool = True
 
-    def __post_init__(self) -> None:
-        boolean("Piece.train", self.train)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Document:
@@ -76,6 +73,9 @@ class Document:
     def __post_init__(self) -> None:
         if not self.pieces:
             raise RecordError(f"{self.key}: got no parts, want at least one")
+        for i, piece in enumerate(self.pieces):
+            if not isinstance(piece.train, bool):
+                raise InvalidInputError(f"{self.key}: pieces[{i}].train: got {piece.train!r}, want True or False")
 
     @property
     def parts(self) -> list[object]:
@@ -231,16 +231,14 @@ class Preprocess:
                 which no policy for records or images skips.
             ServiceError: the builder is a client whose server does not answer.
         """
-        if self.on_image_error is None:
-            return self._example(self.format(record, location), location)
-        document = getattr(self.format, "read", self.format)(record, location)
-        fault = next((part.error for part in document.parts if isinstance(part, BrokenImage)), None)
+        document = getattr(self.format, "read_document", self.format)(record, location)
+        fault = next((piece.part.error for piece in document.pieces if isinstance(piece.part, BrokenImage)), None)
         if fault is None:
             try:
                 return self._example(document, location)
             except RecordError as error:
                 fault = error
-        broken = self._broken_images(document, location)
+        broken = {} if self.on_image_error is None else self._broken_images(document, location)
         if not broken:
             raise fault
         kept = [piece for i, piece in enumerate(document.pieces) if i not in broken]
@@ -277,15 +275,12 @@ class Preprocess:
                     for i, part in enumerate(document.parts):
                         self.builder.check_components(f"parts[{i}]", part)
             raise RecordError(f"{where}: {error}") from error
-        return Example(document.key, sequence, self._labels(document, sequence))
-
-    def _labels(self, document: Document, sequence: InterleavedSequence) -> IntArray:
         train = np.repeat([piece.train for piece in document.pieces], np.diff(sequence.part_offsets))
         train &= sequence.token_type_ids == 0
         if not self.train_markers:
             for start, stop in sequence.marked_spans.tolist():
                 train[start:stop] = False
-        return np.where(train, sequence.input_ids, IGNORE_INDEX)
+        return Example(document.key, sequence, np.where(train, sequence.input_ids, IGNORE_INDEX))
 
 
 def _where(document: Document, location: Location) -> str:

@@ -151,7 +151,6 @@ class ModelCollator:
     settings: Model
     images: ImageProcessor | None = None
     collate: PackedCollator | PaddedCollator = field(default_factory=PackedCollator)
-    inputs: ModelInputs = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_settings(self.settings)
@@ -167,7 +166,6 @@ class ModelCollator:
             reason = MODELS.get(kind, UNLISTED).inputs or "it is not known to separate the documents of a pack"
             want = ", ".join(sorted(MODEL_INPUTS))
             raise UnsupportedError(f"settings.model_type: got {kind!r} ({reason}), want one of {want}")
-        object.__setattr__(self, "inputs", MODEL_INPUTS[kind])
         if self.inputs.seq_idx and isinstance(collate, PackedCollator):
             _check_kernels(kind)
         vision = self.settings.vision_scheme
@@ -178,6 +176,11 @@ class ModelCollator:
             for name, size in sizes.items():
                 if (got := getattr(self.images, name)) != size:
                     raise InvalidInputError(f"images.{name}: got {got!r}, want {size!r} of {kind!r}")
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """Arguments that the model expects."""
+        return MODEL_INPUTS[self.settings.model_type]
 
     def __call__(self, examples: Examples | Batch) -> dict[str, Any]:
         """Collate examples, or the examples of one or more Packs, into the arguments of the model.
@@ -235,16 +238,12 @@ class ModelCollator:
         if self.inputs.text_row and got != self.settings.scheme.label:
             want = f"{self.settings.scheme.label} of {kind!r}: SequenceBuilder(scheme=settings.scheme)"
             raise InvalidInputError(f"batch.positions: got scheme {got}, want {want}")
-        if self.inputs.images and len(batch.grid_thw):
-            self._check_placeholders(batch, types)
-
-    def _check_placeholders(self, batch: Batch, types: Tensor) -> None:
         wrong = types.view(-1)[batch.image_spans[:, 0]].eq(0)
         if wrong.any():
-            i, kind = int(wrong.int().argmax()), self.settings.model_type
-            got = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
+            i = int(wrong.int().argmax())
+            placeholder = int(batch.input_ids.view(-1)[batch.image_spans[i, 0]])
             want = f"{self.settings.placeholders.image} of {kind!r}: SequenceBuilder(markers=settings.markers)"
-            raise InvalidInputError(f"image_spans[{i}]: got the placeholder {got}, want {want}")
+            raise InvalidInputError(f"image_spans[{i}]: got the placeholder {placeholder}, want {want}")
 
     def _token_types(self, batch: Batch) -> Tensor:
         """Return the type of each token: 0 for text, 1 for image patches, 2 for video patches."""

@@ -69,18 +69,13 @@ class FileReader(ABC):
     """Base class of readers of one file.
 
     Args:
-        path: path or URL of the file.
+        source: path or URL of the file.
     """
 
-    path: str
+    source: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", checked_path("path", self.path))
-
-    @property
-    def source(self) -> str:
-        """Path of the file."""
-        return self.path
+        object.__setattr__(self, "source", checked_path("source", self.source))
 
     def count(self) -> int | None:
         """Return None, since counting the records would require reading them."""
@@ -91,13 +86,11 @@ class FileReader(ABC):
         return self._records(*stride(start, step))
 
     @abstractmethod
-    def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Read the records start, start + step, … of the file."""
+    def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]: ...
 
     def lost(self, error: Exception, index: int, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
         """Yield the error instead of a record and all later ones, if that record is among those to read."""
-        here = Location(self.path, index)
-        record = broken(here, error, rest=True)
+        record = broken(here := Location(self.source, index), error, rest=True)
         if is_chosen(index, start, step):
             yield here, record
 
@@ -127,25 +120,23 @@ def broken(location: Location, error: BaseException, rest: bool = False) -> Reco
     return RecordError(f"{location}: got {error or type(error).__name__}, want a readable record{lost}")
 
 
-_COMPRESSED = (".gz", ".zst")
-
-
 @dataclass(frozen=True)
 class JsonlReader(FileReader):
     """Reader of JSON lines. The index of a record is its line number, counted from 0; empty lines are skipped.
 
+    Reading continues after an invalid line, and ends at corrupt compressed data.
+
     Args:
-        path: path or URL of the file; files ending in .gz or .zst are decompressed.
+        source: path or URL of the file; files ending in .gz or .zst are decompressed.
     """
 
     def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Read records; reading continues after an invalid line, and ends at corrupt compressed data."""
         index, broken = 0, _BROKEN  # names of modules are gone when the interpreter ends
         try:
-            with open_file(self.path) as packed, _unpacked(base_name(self.path), packed) as file:
+            with open_file(self.source) as packed, _unpacked(base_name(self.source), packed) as file:
                 while line := file.readline():
                     if is_chosen(index, start, step) and not line.isspace():
-                        here = Location(self.path, index)
+                        here = Location(self.source, index)
                         yield here, _parsed(line, here)
                     index += 1
         except broken as error:
@@ -153,15 +144,13 @@ class JsonlReader(FileReader):
 
 
 def _unpacked(name: str, packed: io.BufferedReader) -> io.BufferedReader | gzip.GzipFile:
-    if name.endswith(_COMPRESSED) and not packed.peek(1):
+    if not name.endswith((".gz", ".zst")):
+        return packed
+    if not packed.peek(1):
         raise EOFError("an empty file")  # decompressors would return no data without an error
     if name.endswith(".gz"):
         return gzip.open(packed)
-    if name.endswith(".zst"):
-        with needed_for("zst files", extra="data"):
-            import pyarrow as pa
-        return io.BufferedReader(pa.CompressedInputStream(packed, "zstd"))
-    return packed
+    return io.BufferedReader(_arrow("zst files").CompressedInputStream(packed, "zstd"))
 
 
 def _parsed(line: bytes, location: Location) -> Raw:
@@ -185,11 +174,10 @@ class ParquetReader(FileReader):
     memory at a time. If a page is damaged, each row from that page to the end of the row group becomes an error.
 
     Args:
-        path: path or URL of the file.
+        source: path or URL of the file.
     """
 
     def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Read records."""
         pa = _arrow()
         try:
             file = self._open()
@@ -204,7 +192,7 @@ class ParquetReader(FileReader):
                     batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], use_threads=False)
                     for index, table in _numbered(batches, first, stop):
                         if is_chosen(index, start, step):
-                            yield Location(self.path, index), _row(table, index, self.path)
+                            yield (here := Location(self.source, index)), _row(table, here)
                 first = stop
 
     def count(self) -> int | None:
@@ -218,7 +206,7 @@ class ParquetReader(FileReader):
 
     def _open(self) -> ParquetFile:
         # Buffered reads keep memory use constant; checksums, where present, are cheap enough to verify.
-        return open_parquet(self.path, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
+        return open_parquet(self.source, buffer_size=2**16, pre_buffer=False, page_checksum_verification=True)
 
 
 def _numbered(
@@ -238,9 +226,8 @@ def _numbered(
     yield from ((lost, fault) for lost in range(index, stop))
 
 
-def _row(table: pyarrow.Table | pyarrow.RecordBatch | Exception, index: int, source: str) -> Raw:
+def _row(table: pyarrow.Table | pyarrow.RecordBatch | Exception, here: Location) -> Raw:
     """Return the record in a table of one row, or the error in its place."""
-    here = Location(source, index)
     if isinstance(table, Exception):
         return broken(here, table)
     try:
@@ -250,8 +237,8 @@ def _row(table: pyarrow.Table | pyarrow.RecordBatch | Exception, index: int, sou
     return record
 
 
-def _arrow() -> ModuleType:
-    with needed_for("Parquet files", extra="data"):
+def _arrow(used_for: str = "Parquet files") -> ModuleType:
+    with needed_for(used_for, extra="data"):
         import pyarrow as pa
     return pa
 
@@ -275,21 +262,15 @@ class DatasetReader:
     def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Raw]]:
         """Read records; unlike a Dataset, an IterableDataset also reads the rows before and between these records."""
         start, step = stride(start, step)
-        arrow = self.dataset.with_format("arrow")  # images stay undecoded
-        if hasattr(arrow, "__len__"):
-            for first in range(start, len(arrow), step * _BATCH_ROWS):
-                wanted = range(first, min(first + step * _BATCH_ROWS, len(arrow)), step)
-                rows = arrow[wanted]
-                for i, index in enumerate(wanted):
-                    yield Location(self.source, index), _row(rows.slice(i, 1), index, self.source)
-            return
-        # Not a for loop, which in a DataLoader worker would yield only a share of the rows.
+        arrow, size = self.dataset.with_format("arrow"), self.count()  # images stay undecoded
+        rows = arrow.skip(start) if size is None else arrow.select(range(size)[start::step] or [])
         index = start
-        for rows in arrow.skip(start).iter(_BATCH_ROWS):
-            for i in range(rows.num_rows):
+        # Not a loop over the rows, which in a DataLoader worker would yield only a share of them.
+        for table in rows.iter(_BATCH_ROWS):
+            for i in range(table.num_rows):
                 if is_chosen(index, start, step):
-                    yield Location(self.source, index), _row(rows.slice(i, 1), index, self.source)
-                index += 1
+                    yield (here := Location(self.source, index)), _row(table.slice(i, 1), here)
+                index += 1 if size is None else step
 
     def count(self) -> int | None:
         """Return the number of rows in a Dataset, or None for an IterableDataset."""
@@ -305,11 +286,8 @@ def dataset_shards(dataset: Dataset | IterableDataset, name: str = "dataset") ->
     """
     whole = DatasetReader(dataset, name)
     count = 1 if whole.count() is not None else dataset.num_shards
-    if count == 1:
-        return [whole]
-    return [
-        DatasetReader(dataset.shard(num_shards=count, index=i), f"{name}-{i:05}-of-{count:05}") for i in range(count)
-    ]
+    shards = [] if count == 1 else [(dataset.shard(count, i), f"{name}-{i:05}-of-{count:05}") for i in range(count)]
+    return [DatasetReader(*shard) for shard in shards] or [whole]
 
 
 # WebDataset's rules: the extension begins at the first dot of the last part of a name; meta files are left out.
@@ -335,19 +313,18 @@ class TarReader(FileReader):
     Members of skipped records are not read, unless the archive is compressed.
 
     Args:
-        path: path or URL of the file.
+        source: path or URL of the file.
     """
 
     def _records(self, start: int, step: int) -> Iterator[tuple[Location, Raw]]:
-        """Read records."""
         index, broken = 0, _BROKEN  # names of modules are gone when the interpreter ends
-        with open_file(self.path) as packed:
+        with open_file(self.source) as packed:
             archive = _Archive(packed)
             try:
                 for key, members in groupby(archive.members(), key=itemgetter(0)):
-                    here = Location(self.path, index)
+                    here = Location(self.source, index)
                     wanted = is_chosen(index, start, step)
-                    record = archive.record({"__key__": key, "__url__": self.path}, members, here, wanted)
+                    record = archive.record({"__key__": key, "__url__": self.source}, members, here, wanted)
                     if wanted:
                         yield here, record
                     index += 1
@@ -453,14 +430,9 @@ class _StrictInfo(tarfile.TarInfo):
 
 
 SUFFIXES: dict[str, type[JsonlReader] | type[ParquetReader] | type[TarReader]] = {
-    ".jsonl": JsonlReader,
-    ".jsonl.gz": JsonlReader,
-    ".jsonl.zst": JsonlReader,
-    ".ndjson": JsonlReader,
+    **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"), JsonlReader),
     ".parquet": ParquetReader,
-    ".tar": TarReader,
-    ".tar.gz": TarReader,
-    ".tgz": TarReader,
+    **dict.fromkeys((".tar", ".tar.gz", ".tgz"), TarReader),
 }
 """Reader class by file name suffix."""
 
@@ -490,7 +462,11 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
             for name in files:
                 if name in readers:
                     raise InvalidInputError(f"paths[{i}]: got {name!r} again, want each file once")
-                readers[name] = _reader(f"paths[{i}]", name)
+                suffix = next((suffix for suffix in SUFFIXES if base_name(name).endswith(suffix)), None)
+                if suffix is None:
+                    want = f"a name ending in one of {', '.join(SUFFIXES)}"
+                    raise InvalidInputError(f"paths[{i}]: got {name!r}, want {want}")
+                readers[name] = SUFFIXES[suffix](name)
     return list(readers.values())
 
 
@@ -498,10 +474,3 @@ def _files(pattern: str) -> list[str]:
     if kind_of(pattern) == "file":
         return [pattern]
     return matches(pattern) if has_magic(pattern) else []
-
-
-def _reader(name: str, path: str) -> Reader:
-    for suffix, reader in SUFFIXES.items():
-        if base_name(path).endswith(suffix):
-            return reader(path)
-    raise InvalidInputError(f"{name}: got {path!r}, want a name ending in one of {', '.join(SUFFIXES)}")

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmpos.data.examples import Record, RecordError
-from mmpos.data.formats.images import Images, describe
+from mmpos.data.formats.fields import describe
+from mmpos.data.formats.images import Images
 from mmpos.errors import InvalidInputError
 from mmpos.sequence.video import QWEN3_VL, Timestamp, Video
 from mmpos.sequence.video_file import require_av

@@ -90,13 +90,13 @@ class Video:
         Args:
             file: path or bytes of the file.
             fps: frames to choose per second, spread evenly over the frames of the file; needs a frame rate.
-            num_frames: frames to choose, spread evenly over the frames of the file; give this or fps.
+            num_frames: frames to choose, spread evenly over the frames of the file. Give either this or fps.
             max_frames: largest number of frames; more are spread out.
             timestamp: as in the class.
 
         Raises:
-            InvalidInputError: the file is not a video, is damaged or truncated, has no video or fewer frames than are
-                to be chosen; or fps and num_frames are both missing or both given.
+            InvalidInputError: the file cannot be read, is damaged or truncated, has no video or fewer frames than are
+                to be chosen (none is repeated); or fps and num_frames are both missing or both given.
             ImportError: PyAV is not installed.
         """
         frames, times = read_frames(file, fps, num_frames, max_frames)

@@ -33,11 +33,7 @@ def require_av() -> Any:
 def read_frames(
     file: object, fps: float | None, num_frames: int | None, max_frames: int | None
 ) -> tuple[list[Frame], list[Fraction]]:
-    """Decode frames, (height, width, 3) RGB, and their times in seconds after the first frame of the file.
-
-    Raises:
-        InvalidInputError: as in ``Video.from_file``, whose arguments these are.
-    """
+    """Decode frames, (height, width, 3) RGB, and their times after the first; see ``Video.from_file``."""
     if (fps is None) == (num_frames is None):
         raise InvalidInputError(f"Video: want either fps or num_frames, got {'neither' if fps is None else 'both'}")
     if not isinstance(file, str | os.PathLike | bytes):
@@ -45,7 +41,11 @@ def read_frames(
     av, frames = require_av(), list[Frame]()
     with ExitStack() as stack:
         # Opened here, since ffmpeg would take a path for the URL of any of its protocols.
-        data = io.BytesIO(file) if isinstance(file, bytes) else stack.enter_context(open(file, "rb"))
+        try:
+            data = io.BytesIO(file) if isinstance(file, bytes) else stack.enter_context(open(file, "rb"))
+        except (OSError, ValueError) as error:  # the latter from a null byte
+            got = f"{os.fspath(file)!r}, want a file that can be read ({error})"
+            raise InvalidInputError(f"Video.file: got {got}") from error
         try:
             container = av.open(data, container_options={"format_whitelist": _FORMATS}, io_open=_refuse)
             stack.enter_context(container)

@@ -62,6 +62,12 @@ def test_a_slice_matches_a_sequence_of_its_parts_except_for_positions(
     np.testing.assert_array_equal(part.positions.token_types(part.segments), part.token_type_ids)
 
 
+def test_a_slice_of_text_and_audio_alone_keeps_the_audio() -> None:
+    part = example(("ab", True), (Audio(2), True), ("c", True)).slice(1, 7).sequence
+    want = BUILDER.build(["b", Audio(2), "c"])
+    assert_equal(replace(part, positions=want.positions), want)
+
+
 @pytest.mark.parametrize(
     ("edge", "name"), [(3, "audio 0"), (5, "audio 0"), (9, "image 0"), (18, "image 0"), (20, "image 1")]
 )

@@ -112,6 +112,8 @@ def test_preprocess_can_be_pickled_and_checks_its_arguments() -> None:
         Preprocess(3, BUILDER)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="builder: got int, want an object with a build method"):
         Preprocess(Pieces(), 3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match=r"^r7: pieces\[1\]\.train: got 1, want True or False$"):
+        example(("a", False), ("b", 1))  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), the shape of input_ids"):
         Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))
 

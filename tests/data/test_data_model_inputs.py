@@ -128,7 +128,7 @@ def test_position_ids_with_one_axis_restart_in_each_part_of_a_document() -> None
 
 
 WRONG: Any = "x"
-OTHER = replace(IMAGES, order="raster")
+OTHER, OWN = replace(IMAGES, order="raster"), replace(SETTINGS, vision_scheme=None)
 MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
 WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.markers, audio=11))
 
@@ -136,65 +136,38 @@ WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.ma
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: ModelCollator(WRONG),
-            InvalidInputError,
-            r"settings: got str, want the result of mmpos.from_hf_config",
-        ),
-        (
-            lambda: ProcessedInputs(WRONG),
-            InvalidInputError,
-            r"settings: got str, want the result of mmpos.from_hf_config",
-        ),
+        (lambda: ModelCollator(WRONG), InvalidInputError,
+         r"settings: got str, want the result of mmpos.from_hf_config"),
+        (lambda: ProcessedInputs(WRONG), InvalidInputError,
+         r"settings: got str, want the result of mmpos.from_hf_config"),
         (lambda: ModelCollator(SETTINGS, WRONG), InvalidInputError, "images: got str, want an ImageProcessor"),
-        (
-            lambda: ModelCollator(SETTINGS, collate=WRONG),
-            InvalidInputError,
-            "collate: got str, want a PackedCollator or a PaddedCollator",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS, OTHER),
-            InvalidInputError,
-            r"images.order: got 'raster', want 'merged' of 'qwen2_vl'",
-        ),
-        (
-            lambda: ModelCollator(LLAMA)([FIRST]),
-            UnsupportedError,
-            "batch: got 1 image for 'llama', want text only, or padded rows from its own processor, or one of c",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]),
-            InvalidInputError,
-            "batch.positions: got scheme rope-tie, want mrope-transformers of 'qwen2_vl': SequenceBuilder",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS, IMAGES)([example(PIXELS, builder=MARKED)]),
-            InvalidInputError,
-            r"image_spans\[0\]: got the placeholder 258, want 7 of 'qwen2_vl': SequenceBuilder\(markers",
-        ),
+        (lambda: ModelCollator(SETTINGS, collate=WRONG), InvalidInputError,
+         "collate: got str, want a PackedCollator or a PaddedCollator"),
+        (lambda: ModelCollator(SETTINGS, OTHER), InvalidInputError,
+         r"images.order: got 'raster', want 'merged' of 'qwen2_vl'"),
+        (lambda: ModelCollator(LLAMA)([FIRST]), UnsupportedError,
+         "batch: got 1 image for 'llama', want text only, or padded rows from its own processor, or one of c"),
+        (lambda: ModelCollator(SETTINGS)([example("a", builder=SequenceBuilder())]), InvalidInputError,
+         "batch.positions: got scheme rope-tie, want mrope-transformers of 'qwen2_vl': SequenceBuilder"),
+        (lambda: ModelCollator(SETTINGS, IMAGES)([example(PIXELS, builder=MARKED)]), InvalidInputError,
+         r"image_spans\[0\]: got the placeholder 258, want 7 of 'qwen2_vl': SequenceBuilder\(markers"),
         (lambda: ModelCollator(SETTINGS)([FIRST]), InvalidInputError, "image_processor: got no mean, std"),
-        (
-            lambda: ModelCollator(SETTINGS, IMAGES)([example(Grid(1, 2))]),
-            UnsupportedError,
-            "batch: got images without pixels, want pixels from an ImageProcessor",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=WITH_AUDIO)]),
-            UnsupportedError,
-            "batch: got 1 run of audio for 'qwen2_vl', want none; audio features are not passed on",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS)(_shard()),
-            UnsupportedError,
-            "batch: got a context-parallel shard, want the whole batch",
-        ),
-        (
-            lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()),
-            InvalidInputError,
-            "patches: got 7, want 8 as in grid_thw",
-        ),
+        (lambda: ModelCollator(SETTINGS, IMAGES)([example(Grid(1, 2))]), UnsupportedError,
+         "batch: got images without pixels, want pixels from an ImageProcessor"),
+        (lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=WITH_AUDIO)]), UnsupportedError,
+         "batch: got 1 run of audio for 'qwen2_vl', want none; audio features are not passed on"),
+        (lambda: ModelCollator(SETTINGS)(_shard()), UnsupportedError,
+         "batch: got a context-parallel shard, want the whole batch"),
+        (lambda: ModelCollator(OWN, IMAGES), UnsupportedError,
+         "images: got an ImageProcessor, want None: ProcessedInputs with the output of the processor of 'qwen2_vl'"),
+        (lambda: ModelCollator(OWN)([FIRST]), UnsupportedError,
+         "patches: got uint8, want ProcessedInputs with the output of the processor of 'qwen2_vl'"),
+        (lambda: ModelCollator(SETTINGS, IMAGES)(_with_float_patches()), InvalidInputError,
+         "patches: got torch.float32, want uint8"),
+        (lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()), InvalidInputError,
+         "patches: got 7, want 8 as in grid_thw"),
     ],
-)
+)  # fmt: skip
 def test_batches_that_a_model_would_misread_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call()
@@ -202,6 +175,12 @@ def test_batches_that_a_model_would_misread_are_refused(call: Any, error: type[E
 
 def _shard() -> Batch:
     return PackedCollator(multiple_of=4)([SECOND]).shard(0, 2)
+
+
+def _with_float_patches() -> Batch:
+    batch = PackedCollator()([FIRST])
+    assert batch.patches is not None
+    return replace(batch, patches=batch.patches.float())
 
 
 def _without_a_patch() -> Batch:
@@ -231,7 +210,7 @@ def test_an_example_from_processor_outputs_has_its_patches_in_token_order() -> N
     assert sequence.patches[:, 0].tolist() == [*range(8), *range(100, 108), *range(8, 12)]
     assert sequence.image_spans.tolist() == [[2, 4], [7, 9], [11, 12]]
     assert sequence.grid_thw.tolist() == [[1, 1, 2], [2, 1, 1], [1, 1, 1]]
-    assert sequence.image_margins == (1, 1)
+    assert (sequence.image_margins, sequence.part_offsets.tolist()) == ((1, 1), [0, 13])
     assert processed.labels.tolist() == [50, 9, -100, -100, 10, 60, 9, -100, -100, 10, 9, -100, 10]
     assert sequence.positions.dense().tolist()[0] == [0, 1, 2, 2, 4, 5, 6, 7, 8, 8, 9, 10, 11]
     kept = processed.slice(5, 13).sequence
@@ -261,6 +240,18 @@ def test_a_pack_for_ernie_has_expert_types() -> None:
     assert arguments["mm_token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]]
     assert arguments["moe_mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1]]
     assert arguments["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
+    own = settings.image_processor(mean=(0.5,) * 3, std=(0.5,) * 3, min_pixels=64, max_pixels=4096, backend="pillow")
+    photo = example(PIXELS, builder=SequenceBuilder(images=own, scheme=settings.scheme, markers=settings.markers))
+    pixels = ModelCollator(settings, own)([photo])["pixel_values"]  # patches of one frame
+    torch.testing.assert_close(pixels, torch.from_numpy(own.process(PIXELS, temporal_patch_size=1).patches))
+
+
+def test_frames_between_video_markers_are_videos_in_their_document_alone() -> None:
+    collator = ModelCollator(replace(SETTINGS, video_markers=(11, 12)), IMAGES)
+    arguments = collator([example([50, 11], PIXELS, [12], PIXELS), example([11, 60], PIXELS), example([12], PIXELS)])
+    types = [0, 0, 0, 2, 2, 0, 0, 0, 1, 1, 0], [0, 0, 0, 2, 2, 0], [0, 0, 1, 1, 0]
+    assert arguments["mm_token_type_ids"].tolist() == [[kind for document in types for kind in document]]
+    assert arguments["image_grid_thw"].tolist() == [[1, 2, 4]] * 4  # one call has either images or videos
 
 
 def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
@@ -313,13 +304,10 @@ FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_va
     ("settings", "record", "message"),
     [
         (GEMMA, PIXELS_OF_GEMMA, "pixel_values: got pixels for 'gemma3', want text only, or padded rows from its own"),
-        (
-            mmpos.from_hf_config(ERNIE),
-            FILM,
-            "video_grid_thw: got a video for 'ernie4_5_vl_moe', which merges frames, want only images",
-        ),
+        (mmpos.from_hf_config(ERNIE), FILM,
+         "video_grid_thw: got a video for 'ernie4_5_vl_moe', which merges frames, want only images"),
     ],
-)
+)  # fmt: skip
 def test_inputs_not_supported_in_packs_for_a_model_are_refused(settings: Any, record: Any, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         ProcessedInputs(settings)(record, HERE)

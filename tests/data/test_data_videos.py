@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 from dataclasses import replace
 from fractions import Fraction
@@ -236,10 +237,16 @@ def test_arguments_are_checked(arguments: Any, message: str) -> None:
 
 
 def test_a_missing_file_and_a_missing_library_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match="none"):
-        Video.from_file(tmp_path / "none.mp4", fps=1)
-    with pytest.raises(FileNotFoundError):
-        Video.from_file("https://example.com/a.mp4", fps=1)  # not fetched
+    for file in (tmp_path / "none.mp4", "https://example.com/a.mp4", "a\0b.mp4", tmp_path):  # URLs are not fetched
+        want = re.escape(f"Video.file: got {str(file)!r}, want a file that can be read (")
+        with pytest.raises(InvalidInputError, match=f"^{want}"):
+            Video.from_file(file, fps=1)
+    gone = Videos(Images(resolver=lambda name: tmp_path / name), fps=1)
+    want = re.escape(
+        f"a.jsonl[3]: messages[0].content[0]: got InvalidInputError (Video.file: got '{tmp_path}/none.mp4'"
+    )
+    with pytest.raises(RecordError, match=f"^{want}"):
+        Chat(media=gone)(user({"type": "video", "video": "none.mp4"}), Location("a.jsonl", 3))
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     with pytest.raises(
         ImportError, match=r'video files: av is not installed; .*pip install "multimodal-positions\[video\]"'
@@ -288,18 +295,14 @@ def test_videos_of_records_are_decoded_with_their_times(tmp_path: Path) -> None:
     ("part", "message"),
     [
         ({"type": "audio", "audio": "a.wav"}, "type: got 'audio', want a video; Videos reads no audio"),
-        (
-            {"type": "video", "video": "a.mp4", "video_end": 2},
-            "video: got video, video_end, want one of video, video_url",
-        ),
+        ({"type": "video", "video": "a.mp4", "video_end": 2},
+         "video: got video, video_end, want one of video, video_url"),
         ({"type": "video", "video": "../a.mp4"}, r"video: got the path '../a.mp4', want a path that stays inside"),
         ({"type": "video", "video": "broken.mp4"}, "Video.file: got Invalid data found"),
-        (
-            {"type": "video", "video": np.zeros((2, 4, 4, 3), np.uint8)},
-            "video: got ndarray, want the path or the bytes",
-        ),
+        ({"type": "video", "video": np.zeros((2, 4, 4, 3), np.uint8)},
+         "video: got ndarray, want the path or the bytes"),
     ],
-)
+)  # fmt: skip
 def test_videos_that_cannot_be_read_are_errors_of_their_records(part: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "broken.mp4").write_bytes(b"broken")
     preprocess = Preprocess(Chat(ChatTemplate(), media=Videos(Images(base=tmp_path), fps=2)), BUILDER)

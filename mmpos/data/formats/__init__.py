@@ -3,29 +3,15 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mmpos.data.formats.chat import Chat
-from mmpos.data.formats.llava import FineVision, LLaVA
-from mmpos.data.formats.pages import MMC4, Obelics
-from mmpos.data.formats.pairs import HFImages, Pairs
-from mmpos.data.formats.tar_documents import TarDocuments
+from mmpos.data.formats.chat import Chat, FineVision, LLaVA
+from mmpos.data.formats.pages import MMC4, Obelics, TarDocuments
+from mmpos.data.formats.pairs import HFImages, Pairs, Texts
 from mmpos.data.formats.templates import ChatTemplate, TokenizerTemplate, Turn
-from mmpos.data.formats.texts import Texts
 
 __all__ = [
-    "FORMATS",
-    "MMC4",
-    "Chat",
-    "ChatTemplate",
-    "FineVision",
-    "HFImages",
-    "LLaVA",
-    "Obelics",
-    "Pairs",
-    "TarDocuments",
-    "Texts",
-    "TokenizerTemplate",
-    "Turn",
-]
+    "FORMATS", "MMC4", "Chat", "ChatTemplate", "FineVision", "HFImages", "LLaVA", "Obelics", "Pairs", "TarDocuments",
+    "Texts", "TokenizerTemplate", "Turn",
+]  # fmt: skip
 
 FORMATS: Mapping[str, type] = MappingProxyType(
     {

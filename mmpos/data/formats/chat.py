@@ -1,22 +1,21 @@
-"""Format of messages of the OpenAI API and of Transformers, and the base class of conversation formats."""
+"""Formats of conversations: messages of the OpenAI API and of Transformers, LLaVA, and FineVision."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from mmpos.data.examples import BrokenImage, Piece, Record, RecordError
-from mmpos.data.formats.fields import Field, RecordFormat
-from mmpos.data.formats.images import Images, describe
-from mmpos.data.formats.templates import ChatTemplate, Template, check_template, template_of
-from mmpos.errors import InvalidInputError, ServiceError
+from mmpos.data.formats.fields import Field, RecordFormat, called, describe, integer_of, is_empty, is_list
+from mmpos.data.formats.images import Images
+from mmpos.data.formats.templates import PLAIN, ChatTemplate, TokenizerTemplate, template_of
 from mmpos.segments.kinds import Audio, Clip, Grid, fraction
 from mmpos.sequence.video import Video
 from mmpos.support.checks import counted
 
-__all__ = ["Chat"]
+__all__ = ["Chat", "FineVision", "LLaVA"]
 
 _PLACEHOLDER = re.compile("<(image|video|audio)>")
 
@@ -29,45 +28,28 @@ class Placeholder:
     index: Field | None = None
 
 
-IMAGE = Placeholder("image")
-
 _Turns = list[tuple[Field, list[object]]]
 """Role of each turn, with its texts, placeholders, images, videos and audio."""
+
+_REFUSED = """
+    tool_calls function_call tools functions reasoning_content thinking system objects
+    chosen rejected rejected_messages rejected_response attachment attachments
+    min_pixels max_pixels total_pixels resized_height resized_width
+    sample_fps nframes min_frames max_frames video_start video_end
+"""
 
 
 @dataclass(frozen=True)
 class Conversation(RecordFormat):
     """Base class of conversation formats, with the options that Chat describes."""
 
-    refused: ClassVar[frozenset[str]] = frozenset(
-        (
-            *(
-                "tool_calls",
-                "function_call",
-                "tools",
-                "functions",
-                "reasoning_content",
-                "thinking",
-                "system",
-                "objects",
-            ),
-            *("chosen", "rejected", "rejected_messages", "rejected_response", "attachment", "attachments"),
-            *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "sample_fps"),
-            *("nframes", "min_frames", "max_frames", "video_start", "video_end"),
-        )
-    )
+    refused: ClassVar[frozenset[str]] = frozenset(_REFUSED.split())
     all_first: ClassVar[bool] = False
     """Whether several images without placeholders also come before the first user's text."""
 
-    template: Template | None = None
+    template: ChatTemplate | TokenizerTemplate | None = None
     images: Images = field(default_factory=Images)
     media: Callable[[Record], object] | None = None
-
-    def __post_init__(self) -> None:
-        check_template(self.template)
-        if not (self.media is None or callable(self.media)):
-            raise InvalidInputError(f"media: got {describe(self.media)}, want a callable or None")
-        super().__post_init__()
 
     def for_tokenizer(self, tokenizer: object) -> Self:
         """Return the format with its own template, or with that of the tokenizer if it has none."""
@@ -76,67 +58,69 @@ class Conversation(RecordFormat):
     def _conversation(self, record: Field, turns: _Turns) -> list[Piece]:
         """Replace placeholders by the media in the columns of the record, and add the text of the template."""
         if not turns:
-            raise Field(record.record, self.names, None).error("at least one turn", got="none")
-        first = next((parts for role, parts in turns if role.value == "user"), None)
-        beside = {}
+            raise record.error("at least one turn", got="none")
         for kind in ("image", "video", "audio"):
-            column = column_of(record, kind)
+            column = _column(record, kind)
             entries = column.several()
-            parts = [part for _, parts in turns for part in parts if not isinstance(part, str)]
-            if kind == "image" and not parts and first is not None and (self.all_first or len(entries) == 1):
-                first[:0] = parts = [Placeholder("image") for _ in entries]
-            places = [part for part in parts if isinstance(part, Placeholder) and part.kind == kind]
+            if kind == "image" and all(isinstance(part, str) for _, parts in turns for part in parts):
+                first = next((parts for role, parts in turns if role.value == "user"), [])
+                first[:0] = [Placeholder(kind) for _ in entries if self.all_first or len(entries) == 1]
+            places = [
+                (parts, i, part.index)
+                for _, parts in turns
+                for i, part in enumerate(parts)
+                if isinstance(part, Placeholder) and part.kind == kind
+            ]
             if len(places) != len(entries):
                 want = f"{len(places)}, one for each <{kind}> and each {kind} part without data"
                 raise column.error(want, got=counted(len(entries), "item"))
-            for i, place in enumerate(places):
-                if place.index is not None and place.index.value not in (None, i):
-                    raise place.index.error(f"{i}, the number of items of {column.name} before it")
-            beside[kind] = iter(entries)
-        filled = [(role, [self._resolved(part, beside) for part in parts]) for role, parts in turns]
-        return (self.template or ChatTemplate()).pieces(filled)
-
-    def _resolved(self, part: object, beside: Mapping[str, Iterator[Field]]) -> object:
-        if not isinstance(part, Placeholder):
-            return part
-        entry = next(beside[part.kind])
-        if part.kind == "image":
-            return entry.image(self.images)
-        return self._video_or_audio(replace(entry, value={"type": part.kind, part.kind: entry.value}), part.kind)
+            for number, ((parts, i, index), entry) in enumerate(zip(places, entries, strict=True)):
+                if index is not None and index.value not in (None, number):
+                    raise index.error(f"{number}, the number of items of {column.name} before it")
+                if kind == "image":
+                    parts[i] = self.images.read(entry)
+                else:
+                    parts[i] = self._video_or_audio(replace(entry, value={"type": kind, kind: entry.value}), kind)
+        return (self.template or PLAIN).pieces(turns)
 
     def _video_or_audio(self, part: Field, kind: str) -> object:
-        if kind == "video" and part["video"].is_list:
-            return self._frames(part["video"], part["fps"])
+        if kind == "video" and is_list((frames := part["video"]).value):
+            return self._frames(frames, part["fps"])
         if self.media is None:
             want = f"{type(self).__name__}(media=…), which reads video and audio, or a video as a list of frames"
             raise part.error(want, got=kind)
+        want = "a Video, a Grid of several frames, a Clip or an Audio"
         try:
-            return _read(self.media, part)
+            medium = called(f"{part.record}: {part.name}", "media", self.media, part.whole(), want)
+            if not isinstance(medium, Video | Clip | Audio) and not (isinstance(medium, Grid) and medium.frames > 1):
+                raise part.error(want, got=f"{describe(medium)} from media")
         except RecordError as error:
-            return BrokenImage(error, _MEDIA.get(kind, kind))
+            return BrokenImage(error, _MEDIA[kind])
+        return medium
 
     def _frames(self, frames: Field, fps: Field) -> object:
-        images = [frame.image(self.images) for frame in frames.items()]
+        images = [self.images.read(frame) for frame in frames.items()]
         if not images:
             raise frames.error("at least one frame")
-        if (rate := fps.number()) <= 0:
-            raise fps.error("frames per second above 0")
+        rate = fps.value if isinstance(fps.value, float) else integer_of(fps.value)
+        if rate is None or not 1e-6 <= rate <= 1e6:
+            raise fps.error("frames per second, at least 0.000001 and at most 1000000")
         broken = next((image for image in images if isinstance(image, BrokenImage)), None)
         return replace(broken, kind="video") if broken else Video(images, seconds_per_frame=1 / fraction("fps", rate))
 
 
-def column_of(record: Field, kind: str) -> Field:
+def _column(record: Field, kind: str) -> Field:
     """Return the column with the images, videos or audio of a record; its value is None if it is empty."""
     plural, single = record[f"{kind}s"], record[kind]
-    if single.is_empty:  # but an image that is missing from a list is an error
-        empty = plural.is_empty and not (kind == "image" and plural.is_list)
-        return replace(plural, value=None if empty else plural.value)
-    if not plural.is_empty:
+    if is_empty(single.value):  # but an image that is missing from a list is an error
+        empty = is_empty(plural.value) and not (kind == "image" and is_list(plural.value))
+        return replace(plural, value=None) if empty else plural
+    if not is_empty(plural.value):
         raise single.error(f"nothing beside {plural.name}")
     return single
 
 
-def split(text: Field, want: str = "text") -> list[object]:
+def _split(text: Field, want: str = "text") -> list[object]:
     """Split a text at its placeholders."""
     return [Placeholder(part) if i % 2 else part for i, part in enumerate(_PLACEHOLDER.split(text.text(want))) if part]
 
@@ -147,10 +131,7 @@ _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_te
 _IMAGES = ("image", "url", "path", "base64")
 """Fields of a part of type image, one of which holds the image."""
 
-_MEDIA = {
-    **dict.fromkeys(("video", "video_url"), "video"),
-    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
-}
+_MEDIA = {"video": "video", "video_url": "video", "audio": "audio", "audio_url": "audio", "input_audio": "audio"}
 """Types of video and audio parts, with the medium."""
 
 _KINDS = (*_TEXTS, "image", "image_url", "input_image", *_MEDIA)
@@ -192,8 +173,6 @@ class Chat(Conversation):
             except lists of frames.
     """
 
-    names: ClassVar[str] = "messages"
-
     def _pieces(self, record: Field) -> list[Piece]:
         messages = record["messages"].items()
         flags = [message[name] for message in messages for name in ("weight", "loss")]
@@ -202,51 +181,82 @@ class Chat(Conversation):
         for flag in flags:
             if flag.value not in (None, 1):  # True is 1
                 raise flag.error("1 or none, since every assistant turn is trained on")
-        return self._conversation(record, [(message["role"], self._parts(message["content"])) for message in messages])
-
-    def _parts(self, content: Field) -> list[object]:
-        if content.is_list:
-            return [piece for part in content.items() for piece in self._part(part)]
-        return split(content, "text or a list of parts")
+        turns: _Turns = []
+        for message in messages:
+            content = message["content"]
+            if is_list(content.value):
+                parts = [part for item in content.items() for part in self._part(item)]
+            else:
+                parts = _split(content, "text or a list of parts")
+            turns.append((message["role"], parts))
+        return self._conversation(record, turns)
 
     def _part(self, part: Field) -> list[object]:
         kind = part["type"].choice(_KINDS)
         if kind in _TEXTS:
-            return split(part[_TEXTS[kind]])
+            return _split(part[_TEXTS[kind]])
         if kind in ("image", "video", "audio") and all(
-            part[name].is_empty for name in part.value if name not in ("type", "index")
+            is_empty(value) for name, value in part.value.items() if name not in ("type", "index")
         ):
             return [Placeholder(kind, part["index"])]
-        if kind == "image":
-            return [self._image(part)]
         if kind in _MEDIA:
             return [self._video_or_audio(part, kind)]
-        url, detail = part["image_url"], part["detail"]
-        if kind == "image_url":
-            url, detail = url["url"], url["detail"]
+        if kind == "image":
+            named = [name for name in _IMAGES if part.value.get(name) is not None]
+            if len(named) != 1:
+                raise part.error(f"one of {', '.join(_IMAGES)}", got=" and ".join(named) or "none")
+            image = part[named[0]]
+            if named == ["base64"]:
+                image = replace(image, value=f"data:;base64,{image.text()}")
+            return [self.images.read(image)]
+        holder = part["image_url"] if kind == "image_url" else part
+        url, detail = holder["url" if kind == "image_url" else "image_url"], holder["detail"]
         if detail.value not in (None, "auto"):
             raise detail.error("auto or none, since the ImageProcessor determines the size of images")
-        return [url.image(self.images)]
-
-    def _image(self, part: Field) -> object:
-        named = [name for name in _IMAGES if part[name].value is not None]
-        if len(named) != 1:
-            raise part.error(f"one of {', '.join(_IMAGES)}", got=" and ".join(named) or "none")
-        image = part[named[0]]
-        if named == ["base64"]:
-            image = replace(image, value=f"data:;base64,{image.text()}")
-        return image.image(self.images)
+        return [self.images.read(url)]
 
 
-def _read(media: Callable[[Record], object], part: Field) -> object:
-    """Call the user's function with a part; convert its exceptions to record errors."""
-    want = "a Video, a Grid of several frames, a Clip or an Audio"
-    try:
-        answer = media(part.whole())
-    except ServiceError:
-        raise
-    except Exception as error:
-        raise part.error(want, got=f"{type(error).__name__} ({str(error)[:200]}) from media") from error
-    if not isinstance(answer, Video | Clip | Audio) and not (isinstance(answer, Grid) and answer.frames > 1):
-        raise part.error(want, got=f"{describe(answer)} from media")
-    return answer
+_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+
+
+@dataclass(frozen=True)
+class LLaVA(Conversation):
+    r"""Format of records with ``image`` and ``conversations``, a list of turns.
+
+    A turn consists of ``from`` (human, gpt or system) and ``value``. ``image`` (or ``images``) is a path, another
+    reference, or a list of references. Placeholders stand for the media beside the turns as in Chat, whose options the
+    format has; in a record with a video and no image, ``<image>`` may stand for the video, as in LLaVA-Video. The text
+    around ``<image>``, including line breaks, is kept. The gpt turns are trained on, including the text that ends them.
+
+    Source: docs/Finetune_Custom_Data.md in the repository haotian-liu/LLaVA; lists of images as in LLaVA-NeXT.
+    """
+
+    def _pieces(self, record: Field) -> list[Piece]:
+        turns: _Turns = []
+        for turn in record["conversations"].items():
+            role = turn["from"]
+            turns.append((replace(role, value=_ROLES[role.choice(_ROLES)]), _split(turn["value"])))
+        no_image = all(is_empty(record.value.get(name)) for name in ("image", "images"))
+        image, video = Placeholder("image"), Placeholder("video")
+        if no_image and _column(record, "video").value is not None and not any(video in parts for _, parts in turns):
+            turns = [(role, [video if part == image else part for part in parts]) for role, parts in turns]
+        return self._conversation(record, turns)
+
+
+@dataclass(frozen=True)
+class FineVision(Conversation):
+    r"""Format of FineVision and The Cauldron: ``images`` and ``texts``, a list with ``user`` and ``assistant``.
+
+    Images without placeholders come before the first user's text, in order; placeholders stand for them as in Chat,
+    whose options the format has. The assistant's texts are trained on, including the text that ends them. Ratings and
+    sources are not used.
+
+    Source: the dataset cards of HuggingFaceM4/FineVision and HuggingFaceM4/the_cauldron; the order of images and text
+    as in data/datasets.py of the repository huggingface/nanoVLM.
+    """
+
+    all_first: ClassVar[bool] = True
+
+    def _pieces(self, record: Field) -> list[Piece]:
+        turns = [(turn, role) for turn in record["texts"].items() for role in ("user", "assistant")]
+        return self._conversation(record, [(replace(turn, value=role), _split(turn[role])) for turn, role in turns])

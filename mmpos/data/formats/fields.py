@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from mmpos.data.examples import BrokenImage, Document, Location, Piece, Record, RecordError, join_texts
-from mmpos.data.formats.images import REFERENCE, Images, describe
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.images.decode import is_of
 from mmpos.support import checks
 
-__all__ = ["Field", "RecordFormat", "check_option"]
+__all__ = ["Field", "RecordFormat", "called", "check_options", "describe", "integer_of", "is_empty", "is_list"]
 
 _MEDIA = re.compile(
     r"(.*_)?(image|img|picture|photo|video|audio)s?_?\d*(?P<origin>_(path|file|url)s?)?"
@@ -33,9 +33,6 @@ _SIGNATURE = re.compile(
     re.DOTALL,
 )
 """First bytes of images, videos and audio."""
-
-
-_KEYS = ("id", "__key__", "__url__")
 
 _FILE = re.compile(
     r"data:(image|video|audio)/|\S{1,2048}\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic|mp4|mov|mkv|webm|wav|mp3|flac|ogg)$",
@@ -70,17 +67,8 @@ class Field:
 
     def error(self, want: str, got: str | None = None) -> RecordError:
         """Return an error about this value."""
-        return RecordError(f"{self.record}: {self.name}: got {got or describe(self.value)}, want {want}")
-
-    @property
-    def is_list(self) -> bool:
-        """Whether the value is a list; arrays of numbers, such as pixels, are not."""
-        return _is_list(self.value)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the value is null, empty, or a list or a mapping of such values."""
-        return _is_empty(self.value)
+        where = f"{self.record}: {self.name}" if self.name else self.record
+        return RecordError(f"{where}: got {got or describe(self.value)}, want {want}")
 
     def items(self) -> list[Field]:
         """Return the items of this list."""
@@ -92,7 +80,7 @@ class Field:
         """Return the items of this list, the value itself as the only item, or an empty list for null."""
         if self.value is None:
             return []
-        return self.items() if self.is_list else [self]
+        return self.items() if is_list(self.value) else [self]
 
     def text(self, want: str = "text") -> str:
         """Return the value, which must be text."""
@@ -118,36 +106,15 @@ class Field:
         except UnicodeDecodeError as error:
             raise self.error("UTF-8", got=f"bytes that are not UTF-8 ({error})") from error
 
-    def parsed(self, want: str) -> Field:
+    def parsed(self) -> Field:
         """Return the value if it is a mapping, else parse it as JSON; it must then be text or UTF-8 bytes."""
         if isinstance(self.value, Mapping):
             return self
-        text = self.utf8(want)
+        text = self.utf8("an object, or one as JSON")
         try:
             return Field(self.record, self.name, json.loads(text), self.read)
         except (ValueError, RecursionError) as error:
-            raise self.error(want, got=f"{describe(text)}, which is not JSON ({error})") from error
-
-    def index(self, of: str, length: int) -> int:
-        """Return the value, which must be an index into a list of this length."""
-        value = _integer(self.value)
-        if value is None or not 0 <= value < length:
-            raise self.error(f"an index into the {length} items of {of}")
-        return value
-
-    def number(self) -> float:
-        """Return the value, which must be a finite number."""
-        value = float(self.value) if isinstance(self.value, float | np.floating) else _integer(self.value)
-        if value is None or not abs(value) <= sys.float_info.max:
-            raise self.error("a finite number")
-        return float(value)
-
-    def image(self, images: Images, want: str = REFERENCE) -> object:
-        """Resolve the image that the value refers to; return a BrokenImage if that fails."""
-        try:
-            return images.resolve(f"{self.record}: {self.name}", self.value, want)
-        except RecordError as error:
-            return BrokenImage(error)
+            raise self.error("JSON", got=f"{describe(text)}, which is not JSON ({error})") from error
 
 
 class RecordFormat(ABC):
@@ -159,15 +126,8 @@ class RecordFormat(ABC):
     refused: ClassVar[Collection[str]] = ()
     """Names that are refused wherever they hold a value, since a document without it would mean something else."""
 
-    @property
-    @abstractmethod
-    def names(self) -> str:
-        """Names of the fields that hold the pieces, for error messages."""
-
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            if isinstance(kind, type):
-                check_option(name, getattr(self, name), kind)
+        check_options(self)
 
     def __call__(self, record: Record, location: Location) -> Document:
         """Convert a record to a document.
@@ -178,29 +138,41 @@ class RecordFormat(ABC):
         Raises:
             RecordError: the record is invalid; the error names the record and the field.
         """
-        document = self.read(record, location)
+        document = self.read_document(record, location)
         for part in document.parts:
             if isinstance(part, BrokenImage):
                 raise part.error
         return document
 
-    def read(self, record: Record, location: Location) -> Document:
+    def read_document(self, record: Record, location: Location) -> Document:
         """Convert a record to a document, with a BrokenImage for each image reference that cannot be resolved.
+
+        The key is ``id`` or ``__key__`` (text or an integer) if the record has either, else the location.
 
         Raises:
             RecordError: the record is invalid in any other way, or carries media that the format does not read.
         """
-        key, fields = _open_record(record, location)
+        where = key = str(location)
+        if not isinstance(record, Mapping):
+            raise RecordError(f"{where}: got {describe(record)}, want a mapping of names to values")
+        own = next((name for name in ("id", "__key__") if record.get(name) is not None), None)
+        if own is not None:
+            name, number = Field(where, own, record[own]), integer_of(record[own])
+            large = number is None or abs(number) >= 2**64
+            if not (key := name.text("text or an integer of 64 bits") if large else str(number)):
+                raise name.error("a non-empty key")
+            where = f"{key} ({where})"
+        fields = Field(where, "", record)
         kept = [piece for piece in self._pieces(fields) if not isinstance(piece.part, str) or piece.part]
         placed = any(not isinstance(piece.part, str) for piece in kept)
-        for name, (mapping, read) in fields.read.items():
-            for unread in mapping:
-                if unread not in read and (unread in self.refused or _is_media(unread, mapping[unread], placed)):
-                    lost = Field(fields.record, name, mapping)[unread]
-                    if not lost.is_empty:
-                        raise lost.error(f"none, since {type(self).__name__} does not read it")
+        for path, (mapping, read) in fields.read.items():
+            for unread, value in mapping.items():
+                lost = unread not in read and (unread in self.refused or _is_media(unread, value, placed))
+                if lost and not is_empty(value):
+                    want = f"none, since {type(self).__name__} does not read it"
+                    raise Field(where, path, mapping)[unread].error(want)
         if not kept:
-            raise Field(fields.record, self.names, None).error("at least one", got="no image and no text")
+            raise fields.error("at least one", got="no image and no text")
         return Document(key, tuple(join_texts(kept, self.separator)))
 
     @abstractmethod
@@ -208,53 +180,70 @@ class RecordFormat(ABC):
         """Read the pieces of a record in order."""
 
 
-def _open_record(record: Record, location: Location) -> tuple[str, Field]:
-    """Return the key of a record, and the record as a field.
-
-    The key is ``id`` or ``__key__`` (text or an integer) if the record has either, else the location.
-    """
-    here = str(location)
-    if not isinstance(record, Mapping):
-        raise RecordError(f"{here}: got {describe(record)}, want a mapping of names to values")
-    for name in _KEYS[:2]:
-        own = Field(here, name, record.get(name))
-        if own.value is None:
-            continue
-        number = _integer(own.value)
-        key = str(number) if number is not None and abs(number) < 2**64 else own.text("text or an integer of 64 bits")
-        if not key:
-            raise own.error("a non-empty key")
-        return key, Field(f"{key} ({here})", "", record)
-    return here, Field(here, "", record)
+_WORDS = {"str": "text", "PathLike": "a path", "Callable": "a callable", "NoneType": "None"}
 
 
-def check_option(name: str, value: object, kind: type) -> None:
-    """Check the type of an option of a format."""
-    if not isinstance(value, kind):
-        raise InvalidInputError(f"{name}: got {describe(value)}, want {'text' if kind is str else kind.__name__}")
+def check_options(options: object) -> None:
+    """Check the type of each option of a dataclass."""
+    for name, hint in get_type_hints(type(options)).items():
+        kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
+        value = getattr(options, name)
+        if ClassVar not in kinds and not isinstance(value, tuple(kinds)):
+            want = " or ".join(_WORDS.get(kind.__name__, kind.__name__) for kind in kinds)
+            raise InvalidInputError(f"{name}: got {describe(value)}, want {want}")
 
 
-def _is_list(value: object) -> bool:
+def called(name: str, origin: str, function: Callable[[Any], Any], argument: object, want: str) -> Any:
+    """Call a function that is not ours; convert its exceptions, except those of a service, to record errors."""
+    try:
+        return function(argument)
+    except ServiceError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__} ({str(error)[:200]}) from {origin}"
+        raise RecordError(f"{name}: got {got}, want {want}") from error
+
+
+def describe(value: object) -> str:
+    """Describe a value for an error message, briefly even if it is large."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{memoryview(value).nbytes} bytes"
+    if isinstance(value, str | int | float | list | tuple | dict):
+        short = reprlib.Repr()
+        short.maxstring, short.maxlevel = 80, 3
+        try:
+            shown = short.repr(value)
+            return shown if len(shown) <= 120 else f"{shown[:119]}…"
+        except ValueError:  # an integer with too many digits to convert
+            pass
+    return type(value).__name__
+
+
+def is_list(value: object) -> bool:
+    """Return whether a value is a list; arrays of numbers, such as pixels, are not."""
     return isinstance(value, list | tuple) or (
         isinstance(value, np.ndarray) and value.ndim > 0 and value.dtype.kind in "OSU"
     )
 
 
-def _is_empty(value: Any, depth: int = 3) -> bool:
+def is_empty(value: Any, depth: int = 3) -> bool:
+    """Return whether a value is null, empty, or a list or a mapping of such values."""
     if value is None or isinstance(value, str | bytes):
         return not value or value in ("[]", "{}")
     if isinstance(value, Mapping):
         value = list(value.values())
-    return depth > 0 and _is_list(value) and all(_is_empty(item, depth - 1) for item in value)
+    return depth > 0 and is_list(value) and all(is_empty(item, depth - 1) for item in value)
 
 
 def _is_media(name: object, value: Any, placed: bool) -> bool:
     """Return whether a column carries media: by its name, or since it holds images, their bytes, structs or files."""
     if match := _MEDIA.fullmatch(str(name)):
         return not isinstance(value, int | float) and not (placed and match["origin"])
-    item = next((item for item in value if item is not None), None) if _is_list(value) else value
+    item = next((item for item in value if item is not None), None) if is_list(value) else value
     if isinstance(item, str):  # beside placed media, a text may say where they come from
-        return not placed and name not in _KEYS and _FILE.match(item) is not None
+        return not placed and name not in ("id", "__key__", "__url__") and _FILE.match(item) is not None
     if isinstance(item, Mapping):
         if item.keys() == {"bytes", "path"} or item.keys() >= {"array", "sampling_rate"}:
             return True
@@ -262,5 +251,6 @@ def _is_media(name: object, value: Any, placed: bool) -> bool:
     return is_of("PIL.Image", "Image", item) or (isinstance(item, bytes) and _SIGNATURE.match(item) is not None)
 
 
-def _integer(value: object) -> int | None:
+def integer_of(value: object) -> int | None:
+    """Return an integer as an int, or None for any other value."""
     return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None

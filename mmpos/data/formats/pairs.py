@@ -1,4 +1,4 @@
-"""Formats of captioned images: pairs in WebDataset tar files, and image and text columns of Hugging Face datasets."""
+"""Formats of captioned images and of texts: tar files of pairs, and columns of Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mmpos.data.examples import Piece
-from mmpos.data.formats.fields import Field, RecordFormat
-from mmpos.data.formats.images import Images, describe
+from mmpos.data.formats.fields import Field, RecordFormat, describe, is_list
+from mmpos.data.formats.images import Images
 
-__all__ = ["HFImages", "Pairs"]
+__all__ = ["HFImages", "Pairs", "Texts"]
 
 _EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif")
 
@@ -23,35 +23,25 @@ class Pairs(RecordFormat):
 
     Source: the WebDataset convention of ``key.extension`` members; captions as img2dataset writes them.
 
-    >>> from mmpos.data import Location
-    >>> Pairs()({"__key__": "000017", "jpg": b"...", "txt": b"a cat"}, Location("00000.tar", 17)).parts
-    [b'...', 'a cat']
-
     Args:
         images: checks the image, which is given as bytes or decoded.
     """
 
-    names: ClassVar[str] = "image, txt, json"
     images: Images = field(default_factory=Images)
 
     def _pieces(self, record: Field) -> list[Piece]:
-        images = [record[name] for name in _EXTENSIONS if record[name].value is not None]
+        images = [record[name] for name in _EXTENSIONS if record.value.get(name) is not None]
         if len(images) != 1:
-            got = ", ".join(image.name for image in images) or "none"
-            raise Field(record.record, "image", None).error(f"one of {', '.join(_EXTENSIONS)}", got=got)
-        return [Piece(images[0].image(self.images)), Piece(self._caption(record))]
-
-    def _caption(self, record: Field) -> str:
+            got = " and ".join(image.name for image in images) or "no image"
+            raise record.error(f"one of {', '.join(_EXTENSIONS)}", got=got)
         caption = record["txt"]
         if caption.value is None:
-            metadata = record["json"]
-            if metadata.value is None:
-                raise Field(record.record, "txt, json", None).error("one of them", got="neither")
-            caption = metadata.parsed("an object, or one as JSON")["caption"]
-        text = caption.utf8()
-        if not text:
+            if (metadata := record["json"]).value is None:
+                raise record.error("txt, or json with a caption", got="neither txt nor json")
+            caption = metadata.parsed()["caption"]
+        if not (text := caption.utf8()):
             raise caption.error("a non-empty caption")
-        return text
+        return [Piece(self.images.read(images[0])), Piece(text)]
 
 
 @dataclass(frozen=True)
@@ -80,23 +70,36 @@ class HFImages(RecordFormat):
     text: str = "text"
     images: Images = field(default_factory=Images)
 
-    @property
-    def names(self) -> str:
-        """Names of both columns."""
-        return f"{self.image}, {self.text}"
-
     def _pieces(self, record: Field) -> list[Piece]:
         for name in (self.image, self.text):
             if name not in record.value:
                 raise record[name].error("a column with this name", got=f"columns {describe(list(record.value))}")
         image, text = record[self.image], record[self.text]
         images, texts = image.several(), text.several()
-        if not (image.is_list and text.is_list):
-            return [*(Piece(item.image(self.images)) for item in images), *(Piece(item.text()) for item in texts)]
+        if not (is_list(image.value) and is_list(text.value)):
+            return [*(Piece(self.images.read(item)) for item in images), *(Piece(item.text()) for item in texts)]
         if len(images) != len(texts):
             raise image.error(f"{len(texts)} as in {self.text}", got=f"{len(images)} items")
         pieces = []
         for image, text in zip(images, texts, strict=True):
-            pieces += [] if image.value is None else [Piece(image.image(self.images))]
+            pieces += [] if image.value is None else [Piece(self.images.read(image))]
             pieces += [] if text.value is None else [Piece(text.text())]
         return pieces
+
+
+@dataclass(frozen=True)
+class Texts(RecordFormat):
+    """Format of records with a text, all of which is trained on, as in C4 and FineWeb.
+
+    Source: the field ``text`` in the dataset cards of allenai/c4 and HuggingFaceFW/fineweb.
+
+    Args:
+        text: name of the column.
+        images: not used, since a record with an image is refused.
+    """
+
+    text: str = "text"
+    images: Images = field(default_factory=Images)
+
+    def _pieces(self, record: Field) -> list[Piece]:
+        return [Piece(record[self.text].text())]

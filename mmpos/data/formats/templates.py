@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from mmpos.data.examples import BrokenImage, Piece
-from mmpos.data.formats.fields import Field, check_option
+from mmpos.data.examples import BrokenImage, Piece, RecordError
+from mmpos.data.formats.fields import Field, called, check_options
 from mmpos.errors import InvalidInputError
 from mmpos.segments.kinds import Audio, Clip, Grid
 from mmpos.sequence.video import Video
+from mmpos.support.cached import cached_property
 from mmpos.support.checks import counted
 
-__all__ = ["ChatTemplate", "Template", "TokenizerTemplate", "Turn", "check_template", "template_of"]
+__all__ = ["PLAIN", "ChatTemplate", "TokenizerTemplate", "Turn", "template_of"]
 
 _BEFORE, _AFTER = "Ahead of it.", "Behind it."
 """Texts around an image in a sample conversation, to find the text that a template writes for the image."""
@@ -38,8 +40,7 @@ class Turn:
     after: str
 
     def __post_init__(self) -> None:
-        check_option("Turn.before", self.before, str)
-        check_option("Turn.after", self.after, str)
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,11 @@ class ChatTemplate:
     tool: Turn | None = Turn("Tool:\n", "\n\n")
 
     def __post_init__(self) -> None:
-        for role in fields(self):
-            turn = getattr(self, role.name)
-            if not isinstance(turn, Turn | None):
-                raise InvalidInputError(f"{role.name}: got {type(turn).__name__}, want a Turn or None")
+        check_options(self)
+
+    @cached_property
+    def _turns(self) -> Mapping[str, Turn]:
+        return {role.name: turn for role in fields(self) if (turn := getattr(self, role.name)) is not None}
 
     def pieces(self, turns: Iterable[tuple[Field, list[object]]]) -> list[Piece]:
         """Convert a conversation to pieces.
@@ -75,13 +77,14 @@ class ChatTemplate:
         Raises:
             RecordError: the template does not define the role.
         """
-        known = {role.name: turn for role in fields(self) if (turn := getattr(self, role.name)) is not None}
         pieces: list[Piece] = []
         for role, parts in turns:
-            turn, train = known[role.choice(known)], role.value == "assistant"
-            content = (Piece(part, train) for part in parts)
-            pieces += [Piece(turn.before, train=False), *content, Piece(turn.after, train)]
+            turn, train = self._turns[role.choice(self._turns)], role.value == "assistant"
+            pieces += [Piece(turn.before, train=False), *[Piece(part, train) for part in (*parts, turn.after)]]
         return pieces
+
+
+PLAIN = ChatTemplate()
 
 
 @dataclass(frozen=True)
@@ -124,78 +127,65 @@ class TokenizerTemplate:
         turns = list(turns)
         first = turns[0][0]
         messages = [{"role": role.text(), "content": _content(parts)} for role, parts in turns]
-        text = self._write(first, messages)
-        edges, trained = [0], set[int]()
+        text = self._written(first, messages)
+        edges = [0]  # an answer follows each odd edge
         for i, (role, _) in enumerate(turns):
             if role.value == "assistant":
                 if i == 0:
                     raise role.error("a turn with another role before the assistant turn")
-                trained.add(len(edges) + 1)
                 for stop, prompt in ((i, True), (i + 1, False)):
-                    start = self._write(role, messages[:stop], prompt) if stop < len(turns) or prompt else text
+                    start = self._written(role, messages[:stop], prompt) if stop < len(turns) or prompt else text
                     if not text.startswith(start):
                         raise role.error("a chat template that writes a turn independently of later ones")
                     edges.append(len(start))
-        edges.append(len(text))
         media = [part for _, parts in turns for part in parts if not isinstance(part, str)]
         kinds = [_kind(part) for part in media]
-        placeholders = {kind: self._placeholder(kind) for kind in dict.fromkeys(kinds)}
-        # The longest placeholder comes first, since one may be a prefix of another.
-        either = re.compile("|".join(map(re.escape, sorted(placeholders.values(), key=len, reverse=True))))
-        texts = [either.split(text[a:b]) if media else [text[a:b]] for a, b in pairwise(edges)]
-        written = [match for a, b in pairwise(edges) for match in either.findall(text[a:b])] if media else []
-        if written != [placeholders[kind] for kind in kinds]:
-            want = f"{len(media)}, one for each of the {' and '.join(_NOUNS[kind][1] for kind in placeholders)}"
-            raise first.error(want, got=f"{counted(len(written), 'placeholder')} in the text of the chat template")
-        return list(_interleaved(texts, trained, iter(media)))
-
-    def _placeholder(self, kind: str) -> str:
-        """Return the text that the template writes for an image, a video or audio between two other texts."""
-        blocks = [{"type": "text", "text": _BEFORE}, {"type": kind}, {"type": "text", "text": _AFTER}]
-        try:
-            text = self._apply([{"role": "user", "content": blocks}], False)
-        except Exception:  # raised by Jinja, or by a template that does not support blocks
-            text = ""
-        placeholder = text.partition(_BEFORE)[2].partition(_AFTER)[0]
-        if not placeholder.strip() or repr(kind) in placeholder:  # the repr of the blocks
-            singular, plural = _NOUNS[kind]
-            raise InvalidInputError(
-                f"template: got a chat template that writes nothing for {singular}, want the template of a model with "
-                f"{plural}, or a ChatTemplate"
+        want = [self._placeholders[kind] for kind in kinds]
+        if "" in want:
+            singular, plural = _NOUNS[kinds[want.index("")]]
+            message = (
+                f"got a chat template that writes nothing for {singular}, want the template of a model with {plural}"
             )
-        return placeholder
+            raise InvalidInputError(f"template: {message}, or a ChatTemplate")
+        # The longest placeholder comes first, since one may be a prefix of another.
+        either = "|".join(map(re.escape, sorted(set(want), key=len, reverse=True))) or "(?!)"
+        runs = [re.split(f"({either})", text[start:stop]) for start, stop in pairwise([*edges, len(text)])]
+        if (written := [placeholder for run in runs for placeholder in run[1::2]]) != want:
+            nouns = " and ".join(dict.fromkeys(_NOUNS[kind][1] for kind in kinds))
+            got = f"{counted(len(written), 'placeholder')} in the text of the chat template"
+            raise first.error(f"{len(media)}, one for each of the {nouns}", got=got)
+        parts = iter(media)
+        return [
+            Piece(next(parts) if i % 2 else part, train=bool(number % 2))
+            for number, run in enumerate(runs)
+            for i, part in enumerate(run)
+        ]
 
-    def _write(self, role: Field, messages: Sequence[Mapping[str, object]], prompt: bool = False) -> str:
-        """Render messages as text, optionally with the generation prompt."""
-        try:
-            return self._apply(messages, prompt)
-        except Exception as error:  # raised by Jinja, or by an expression in the template
-            got = f"{type(error).__name__} ({str(error)[:200]}) from the chat template"
-            raise role.error("a conversation that the template supports", got=got) from error
+    @cached_property
+    def _placeholders(self) -> Mapping[str, str]:
+        """Text that the template writes for an image, a video and audio between two other texts; empty if none."""
+        placeholders = {}
+        for kind in _NOUNS:
+            blocks = [{"type": "text", "text": _BEFORE}, {"type": kind}, {"type": "text", "text": _AFTER}]
+            try:
+                text = self._written(Field("", "template", None), [{"role": "user", "content": blocks}])
+            except RecordError:  # the template does not support blocks
+                text = ""
+            placeholder = text.partition(_BEFORE)[2].partition(_AFTER)[0]
+            known = placeholder.strip() and repr(kind) not in placeholder  # the repr of the blocks
+            placeholders[kind] = placeholder if known else ""
+        return placeholders
 
-    def _apply(self, messages: Sequence[Mapping[str, object]], prompt: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=self.chat_template,
-            tokenize=False,
-            add_generation_prompt=prompt,
-            **self.arguments,
-        )
+    def _written(self, role: Field, messages: Sequence[Mapping[str, object]], prompt: bool = False) -> str:
+        """Render messages as text, optionally with the generation prompt; errors of the template name the role."""
+        options = {"chat_template": self.chat_template, "tokenize": False, "add_generation_prompt": prompt}
+        write = partial(self.tokenizer.apply_chat_template, **options, **self.arguments)
+        copies, want = [dict(message) for message in messages], "a conversation that the template supports"
+        text: str = called(f"{role.record}: {role.name}", "the chat template", write, copies, want)
         return text
 
 
-Template = ChatTemplate | TokenizerTemplate
-"""Text around the turns of a conversation."""
-
-
-def check_template(template: object) -> None:
-    """Check the type of a template."""
-    if not isinstance(template, Template | None):
-        got = type(template).__name__
-        raise InvalidInputError(f"template: got {got}, want a ChatTemplate, a TokenizerTemplate or None")
-
-
-def template_of(tokenizer: object) -> Template:
+def template_of(tokenizer: object) -> ChatTemplate | TokenizerTemplate:
     """Return the chat template of a tokenizer, or, with a warning, plain text if the tokenizer has none."""
     own = getattr(tokenizer, "inner", tokenizer)
     if getattr(own, "chat_template", None) is not None and callable(getattr(own, "apply_chat_template", None)):
@@ -222,13 +212,3 @@ def _kind(part: object) -> str:
     if isinstance(part, Audio):
         return "audio"
     return "video" if isinstance(part, Video | Clip) or (isinstance(part, Grid) and part.frames > 1) else "image"
-
-
-def _interleaved(texts: Iterable[Sequence[str]], trained: set[int], media: Iterator[object]) -> Iterator[Piece]:
-    """Yield the pieces of runs of texts, inserting the next medium between adjacent texts of a run."""
-    for number, (first, *rest) in enumerate(texts, 1):
-        train = number in trained
-        yield Piece(first, train)
-        for text in rest:
-            yield Piece(next(media), train)
-            yield Piece(text, train)

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from mmpos.data.loader import BatchDataset
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
     from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
-    from mmpos.data.planner.cost import Cost, Headers
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
-    from mmpos.data.planner.plan import TrainingPlan, plan
+    from mmpos.data.planner.plan import Cost, Headers, TrainingPlan, plan
     from mmpos.data.preprocess import Progress, Summary, sequence_shards, write_sequences
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
@@ -116,9 +115,8 @@ _ROOMS = {
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),
     "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
-    "planner.cost": ("Cost", "Headers"),
     "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
-    "planner.plan": ("TrainingPlan", "plan"),
+    "planner.plan": ("Cost", "Headers", "TrainingPlan", "plan"),
     "job": ("Counts", "Output"),
     "preprocess": ("Progress", "Summary", "sequence_shards", "write_sequences"),
     "quarantine": ("read_quarantine",),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mmpos.data.job import Counts, Output
     from mmpos.data.loader import BatchDataset
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
-    from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
+    from mmpos.data.packing import Batcher, Pack, Packer, best_fit_decreasing
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
     from mmpos.data.planner.plan import Cost, Headers, TrainingPlan, plan
     from mmpos.data.preprocess import Progress, Summary, sequence_shards, write_sequences
@@ -90,8 +90,8 @@ __all__ = [
     "TrainingPlan",
     "Turn",
     "Videos",
+    "best_fit_decreasing",
     "dataset_shards",
-    "first_fit_decreasing",
     "get_example",
     "plan",
     "read_examples",
@@ -114,7 +114,7 @@ _ROOMS = {
     ),
     "loader": ("BatchDataset",),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),
-    "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
+    "packing": ("Batcher", "Pack", "Packer", "best_fit_decreasing"),
     "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
     "planner.plan": ("Cost", "Headers", "TrainingPlan", "plan"),
     "job": ("Counts", "Output"),

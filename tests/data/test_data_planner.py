@@ -33,7 +33,7 @@ from mmpos.data import (
     SequenceShard,
     SequenceWriter,
     TrainingPlan,
-    first_fit_decreasing,
+    best_fit_decreasing,
     plan,
     read_headers,
     shards,
@@ -108,7 +108,7 @@ def test_examples_are_planned_window_by_window_and_a_remainder_joins_the_last() 
 def test_planned_ranks_finish_together_unlike_ranks_packed_by_token_count(name: str) -> None:
     headers = corpus(name, 40_000)
     costs = Cost().of(headers)
-    by_tokens = np.array([costs[pack].sum() for pack in first_fit_decreasing(headers.tokens, 8192)])
+    by_tokens = np.array([costs[pack].sum() for pack in best_fit_decreasing(headers.tokens, 8192)])
     for ranks, planned_bound, token_bound in ((8, 1.02, 1.04), (64, 1.03, 1.06)):
         result = planned(headers, max_tokens=8192, ranks=ranks)
         steps = np.random.default_rng(0).permutation(by_tokens[: by_tokens.size // ranks * ranks]).reshape(-1, ranks)

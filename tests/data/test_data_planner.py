@@ -384,8 +384,13 @@ def test_a_flipped_bit_never_changes_packs_silently(written: Path) -> None:
         steps = list(PlannedPacks(written, 1))
         return [(one.weight, one.needs_image, [example.key for example in one.pack.examples]) for (one,) in steps]
 
-    want = read()
-    for offset in random.integers(4, len(intact) - 8, 60).tolist():
+    want, metadata = read(), parquet.read_metadata(written)
+    # Every byte of the weights of rank 1, which no other check would notice, and any others.
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    weight = next(group.column(7) for group in groups[::-1] if group.column(1).statistics.min == 1)
+    first = min(weight.data_page_offset, weight.dictionary_page_offset or weight.data_page_offset)
+    offsets = [*range(first, first + weight.total_compressed_size), *random.integers(4, len(intact) - 8, 40).tolist()]
+    for offset in offsets:
         broken = bytearray(intact)
         broken[offset] ^= 1 << int(random.integers(8))
         written.write_bytes(broken)

@@ -848,10 +848,7 @@ _MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CRO
 """Number of markers in a segment before its patches; the same number follows them."""
 
 
-_READ = ("table", "documents", "num_tokens")
-"""Attributes of a table that the extension reads."""
-
-
+_READ = ("table", "documents", "num_tokens")  # attributes of a table that the extension reads
 _SCHEME, _FRACTIONAL = attrgetter("scheme"), attrgetter("fractional")
 
 
@@ -865,8 +862,7 @@ def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
 
 def _joined_by_c(tables: Sequence[PositionTable], removed: object = (), replaced: object = ()) -> PositionTable | None:
     """Concatenate tables in C, with changes to the first; return None if Python must do it or raise the error."""
-    core = native.core
-    joined = core and core.concatenate(tables, PositionTable, _READ, removed, replaced)
+    joined = native.core and native.core.concatenate(tables, PositionTable, _READ, removed, replaced)
     return None if joined is None else of_bytes(joined, len(tables[0].table), *_sort_of(tables))
 
 

@@ -157,9 +157,7 @@ class Grid:
         set_field(self, "width", integer("Grid.width", width, minimum=1, maximum=INT32_MAX))
         set_field(self, "frames", integer("Grid.frames", frames, minimum=1, maximum=INT32_MAX))
         set_field(self, "row_separator", boolean("Grid.row_separator", row_separator))
-        if seconds_per_frame is not None:
-            seconds_per_frame = rational("Grid.seconds_per_frame", seconds_per_frame)
-        set_field(self, "seconds_per_frame", seconds_per_frame)
+        set_field(self, "seconds_per_frame", rational("Grid.seconds_per_frame", seconds_per_frame))
         if first_frame is not None:
             first_frame = integer("Grid.first_frame", first_frame, minimum=NO_FRAME + 1, maximum=INT32_MAX)
         set_field(self, "first_frame", first_frame)

@@ -222,12 +222,11 @@ class SequenceBuilder:
             raise InvalidInputError(f"markers: got {type(self.markers).__name__}, want Markers")
         if not isinstance(self.images, ImageProcessor | None):
             raise InvalidInputError(f"images: got {type(self.images).__name__}, want an ImageProcessor or None")
-        object.__setattr__(self, "tokenizer", adapt(self.tokenizer))
-        object.__setattr__(self, "scheme", get_scheme(self.scheme))
-        object.__setattr__(self, "marker_ids", self.markers.ids(self.tokenizer))
-        ids = sorted(marker for marker in self.marker_ids if marker is not None)
-        object.__setattr__(self, "_all_markers", np.array(ids, np.int64))
-        object.__setattr__(self, "_margins", (self.marker_ids.margins, self.marker_ids.audio_margins))
+        vars(self).update(tokenizer=adapt(self.tokenizer), scheme=get_scheme(self.scheme))
+        markers = self.markers.ids(self.tokenizer)
+        ids = sorted(marker for marker in markers if marker is not None)
+        margins = (markers.margins, markers.audio_margins)
+        vars(self).update(marker_ids=markers, _all_markers=np.array(ids, np.int64), _margins=margins)
 
     def build(self, parts: Sequence[object]) -> InterleavedSequence:
         """Build the sequence of these parts, in order.
@@ -308,8 +307,7 @@ class SequenceBuilder:
         """Encode the texts of a document and decode its images, except those ``ahead``, by index; see ``build``."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        images = []
-        contents = Contents(*self._margins, self.marker_ids.row is not None)
+        images, contents = [], Contents(*self._margins, self.marker_ids.row is not None)
         for n, (index, name, part) in enumerate(plain_parts(parts)):
             if index == len(contents.part_offsets):
                 contents.part_offsets.append(contents.tokens)

@@ -57,9 +57,9 @@ def plan_packs(
     with as_typed(paths="FILE"):
         files = _ready_shards(inputs)
     with report.progress_bar("files") as bar:
-        headers, shard, row = read_headers(_counted(files, bar), patches_per_token=run.patches_per_token)
+        headers = read_headers(_counted(files, bar), patches_per_token=run.patches_per_token)
     planned = plan(headers, max_tokens=run.max_tokens, ranks=run.ranks, microbatches=run.microbatches, cost=cost)
-    write_index(output, planned, [file.source for file in files], shard, row)
+    write_index(output, planned, files)
     _report(headers, planned, run)
     typer.echo(output)
 
@@ -86,14 +86,14 @@ def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) ->
 
 def _report(headers: Headers, planned: TrainingPlan, run: RunFlags) -> None:
     """Print a summary of the plan."""
-    labels = planned.labels_per_step
+    labels = planned.sums(headers.labels).reshape(planned.num_steps, -1).sum(axis=1).astype(int)
     steps = f"{planned.num_steps:,} of {counted(run.ranks, 'rank')} and {counted(run.microbatches, 'microbatch')}"
     report.show_values(
         {
             "examples": f"{len(headers):,}, with {headers.tokens.sum():,} tokens and {headers.labels.sum():,} labels",
             "steps": steps,
             "fill": f"{planned.fill:.1%} of packs of {run.max_tokens:,} tokens",
-            "slowest rank": f"{planned.straggling():.3f} of the mean",
+            "slowest rank": f"{planned.straggling:.3f} of the mean",
             "labels of a step": f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average",
             "dummy images": f"{planned.needs_image.sum():,} packs",
         }

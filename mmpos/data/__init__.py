@@ -10,7 +10,6 @@ from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
     from mmpos.data.batch import Batch
-    from mmpos.data.blend import Blend
     from mmpos.data.collate import PackedCollator, PaddedCollator
     from mmpos.data.formats import (
         FORMATS,
@@ -29,12 +28,11 @@ if TYPE_CHECKING:
     )
     from mmpos.data.formats.images import Images
     from mmpos.data.job import Counts, Output
-    from mmpos.data.loader import BatchDataset
+    from mmpos.data.loader import BatchDataset, Blend
     from mmpos.data.model_inputs import ModelCollator, ProcessedInputs
-    from mmpos.data.packing import Batcher, Pack, Packer, first_fit_decreasing
-    from mmpos.data.planner.cost import Cost, Headers
+    from mmpos.data.packing import Batcher, Pack, Packer, best_fit_decreasing
     from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
-    from mmpos.data.planner.plan import TrainingPlan, plan
+    from mmpos.data.planner.plan import Cost, Headers, TrainingPlan, plan
     from mmpos.data.preprocess import Progress, Summary, sequence_shards, write_sequences
     from mmpos.data.quarantine import read_quarantine
     from mmpos.data.ranks import RankLoader
@@ -91,8 +89,8 @@ __all__ = [
     "TrainingPlan",
     "Turn",
     "Videos",
+    "best_fit_decreasing",
     "dataset_shards",
-    "first_fit_decreasing",
     "get_example",
     "plan",
     "read_examples",
@@ -107,18 +105,16 @@ __all__ = [
 # Imported on first access: batches need torch; readers and storage need the libraries of their formats.
 _ROOMS = {
     "batch": ("Batch",),
-    "blend": ("Blend",),
     "collate": ("PackedCollator", "PaddedCollator"),
     "formats": (
         *("FORMATS", "MMC4", "Chat", "ChatTemplate", "FineVision", "HFImages", "LLaVA", "Obelics"),
         *("Pairs", "TarDocuments", "Texts", "TokenizerTemplate", "Turn"),
     ),
-    "loader": ("BatchDataset",),
+    "loader": ("BatchDataset", "Blend"),
     "model_inputs": ("ModelCollator", "ProcessedInputs"),
-    "packing": ("Batcher", "Pack", "Packer", "first_fit_decreasing"),
-    "planner.cost": ("Cost", "Headers"),
+    "packing": ("Batcher", "Pack", "Packer", "best_fit_decreasing"),
     "planner.index": ("PlannedPack", "PlannedPacks", "read_headers", "write_index"),
-    "planner.plan": ("TrainingPlan", "plan"),
+    "planner.plan": ("Cost", "Headers", "TrainingPlan", "plan"),
     "job": ("Counts", "Output"),
     "preprocess": ("Progress", "Summary", "sequence_shards", "write_sequences"),
     "quarantine": ("read_quarantine",),

@@ -275,17 +275,11 @@ class Batch(metaclass=_WholeType):
         for name in _PER_TOKEN:
             fields[name] = whole = getattr(self, name)
             if whole is not None:
-                flat, shift = whole.numpy().reshape(-1), name == "labels" and not self.shifted
-                if indices is not None:
-                    cut = flat.take(indices + shift, mode="clip")
-                else:
-                    pieces = [flat[1:][tokens] if shift else flat[tokens] for tokens in ranges]
-                    ends = shift and stops[-1] == len(flat)
-                    cut = np.concatenate([*pieces, flat[:1]] if ends else pieces)
-                if shift:
-                    bounds = self.positions.cu_seqlens
-                    last = (bounds[bounds.searchsorted(stops)] == stops) & (stops > starts)
-                    cut[(stops - starts).cumsum()[last] - 1] = IGNORE_INDEX
+                flat = whole.numpy().reshape(-1)
+                if name == "labels" and not self.shifted:
+                    flat = np.concatenate([flat[1:], flat[:1]])
+                    flat[self.positions.cu_seqlens[1:] - 1] = IGNORE_INDEX
+                cut = np.concatenate([flat[tokens] for tokens in ranges]) if indices is None else flat.take(indices)
                 fields[name] = torch.from_numpy(cut.reshape(shape))
         later: dict[str, Any] = {"cu_seqlens": positions.cu_seqlens.copy(), "device_positions": positions}
         spans = partial(_pieces, _SPANS[:2], self.image_spans, self.feature_spans, starts, stops)

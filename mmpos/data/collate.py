@@ -25,80 +25,6 @@ __all__ = ["PackedCollator", "PaddedCollator"]
 Examples = Sequence[Example] | Sequence[Pack] | Pack
 
 
-@dataclass(frozen=True)
-class PackedCollator:
-    """Collator that concatenates documents into one row; a picklable collate_fn.
-
-    Args:
-        multiple_of: multiple to which the length of every document is padded, as part of the document in cu_seqlens;
-            2 * world_size for zigzag context parallelism.
-        length: number of tokens in every batch, for static shapes, filled with one document of padding; None for any.
-        pad_token_id: value of input_ids on padding.
-    """
-
-    multiple_of: int = 1
-    length: int | None = None
-    pad_token_id: int = 0
-
-    def __post_init__(self) -> None:
-        _check(self.multiple_of, self.length, self.pad_token_id)
-
-    def __call__(self, examples: Examples) -> Batch:
-        """Collate examples, or the examples of one or more Packs, into one batch.
-
-        Raises:
-            InvalidInputError: an example is incompatible with the first, or the batch exceeds length.
-        """
-        return _collate(examples, self, None)
-
-    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
-        """Return the padded size of every document, and the size of the padding after the last."""
-        sizes = [-(-example.num_tokens // self.multiple_of) * self.multiple_of for example in examples]
-        tokens = sum(sizes)
-        if self.length is not None and tokens > self.length:
-            documents = counted(len(examples), "document")
-            raise InvalidInputError(f"examples: got {tokens} tokens in {documents}, want at most {self.length}")
-        return sizes, 0 if self.length is None else self.length - tokens
-
-
-@dataclass(frozen=True)
-class PaddedCollator:
-    """Collator that pads every document to a row of the same length; a picklable collate_fn for DataLoader.
-
-    Args:
-        side: side of the padding, "right" or "left".
-        multiple_of: multiple to which the length is rounded up.
-        length: number of tokens in every row; None uses the length of the longest document.
-        pad_token_id: value of input_ids on padding.
-    """
-
-    side: Side = "right"
-    multiple_of: int = 1
-    length: int | None = None
-    pad_token_id: int = 0
-
-    def __post_init__(self) -> None:
-        one_of("side", self.side, ("right", "left"))
-        _check(self.multiple_of, self.length, self.pad_token_id)
-
-    def __call__(self, examples: Examples) -> Batch:
-        """Collate examples, or the examples of one or more Packs, into one batch.
-
-        Raises:
-            InvalidInputError: an example is incompatible with the first, or longer than length.
-        """
-        return _collate(examples, self, self.side)
-
-    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
-        """Return the size of every row, and 0 because no padding follows the last row."""
-        lengths = [example.num_tokens for example in examples]
-        seq = -(-max(lengths) // self.multiple_of) * self.multiple_of if self.length is None else self.length
-        for i, length in enumerate(lengths):
-            if length > seq:
-                raise InvalidInputError(f"{_name(examples, i)}: got {length} tokens, want at most {seq}")
-        return [seq] * len(examples), 0
-
-
 class _Arrays(NamedTuple):
     """Arrays and properties of a batch, in the order in which the C extension returns them."""
 
@@ -131,44 +57,117 @@ _LATER = ("text_positions", "cu_seqlens", "grid_thw", "image_spans", "feature_sp
 _MAKE = (np.empty, np.dtype(np.int64), np.dtype(np.int32))
 
 
-def _collate(examples: Examples, collator: PackedCollator | PaddedCollator, side: Side | None) -> Batch:
-    """Collate examples into rows padded on a side, or into one packed row if side is None."""
-    flattened = list(examples.examples) if type(examples) is Pack else _flatten(examples)
-    core, tensor = native.core, torch.from_numpy
-    layout = (collator.multiple_of, collator.length, collator.pad_token_id, side)
-    fields = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
-    arrays = _Arrays._make(fields or _write(flattened, collator, side))
-    schemes = dict.fromkeys(example.sequence.positions.scheme for example in flattened) if not arrays.scheme else {}
-    table, documents, tokens = arrays.table, arrays.documents, arrays.input_ids.size
-    table.setflags(write=False)
-    documents.setflags(write=False)
-    fractional, scheme = arrays.fractional, arrays.scheme or " + ".join(schemes)
-    positions = construct(
-        PositionTable, table=table, documents=documents, num_tokens=tokens, fractional=fractional, scheme=scheme
-    )
-    mask, audio, audio_rows = arrays.attention_mask, arrays.audio_spans, arrays.audio_feature_spans
-    patches = _patches(flattened) if arrays.pixels else None
-    later = {name: getattr(arrays, name) for name in _LATER}
-    return construct(
-        Batch,
-        keys=tuple([example.key for example in flattened]),
-        positions=positions,
-        input_ids=tensor(arrays.input_ids),
-        labels=tensor(arrays.labels),
-        attention_mask=None if mask is None else tensor(mask),
-        patches=None if patches is None else tensor(patches),
-        shifted=False,
-        world_size=1,
-        audio_spans=None if audio is None else tensor(audio),
-        audio_feature_spans=None if audio_rows is None else tensor(audio_rows),
-        _later={"device_positions": positions, **later},
-    )
+class _Collator:
+    """Collator of documents in rows padded on a side, or in one packed row if the side is None."""
+
+    side: Side | None
+    multiple_of: int
+    length: int | None
+    pad_token_id: int
+
+    def __post_init__(self) -> None:
+        integer("multiple_of", self.multiple_of, minimum=1)
+        integer("pad_token_id", self.pad_token_id, minimum=0, maximum=INT32_MAX)
+        if self.length is not None and integer("length", self.length, minimum=1, maximum=INT32_MAX) % self.multiple_of:
+            raise InvalidInputError(f"length: got {self.length}, want a multiple of multiple_of={self.multiple_of}")
+
+    def __call__(self, examples: Examples) -> Batch:
+        """Collate examples, or the examples of one or more Packs, into one batch.
+
+        Raises:
+            InvalidInputError: an example is incompatible with the first, or the batch or a row exceeds length.
+        """
+        flattened = list(examples.examples) if type(examples) is Pack else _flatten(examples)
+        core, tensor = native.core, torch.from_numpy
+        layout = (self.multiple_of, self.length, self.pad_token_id, self.side)
+        fields = None if core is None else core.collate(flattened, _READ, _MAKE, *layout)
+        arrays = _Arrays._make(fields or _write(flattened, self))
+        schemes = dict.fromkeys(example.sequence.positions.scheme for example in flattened) if not arrays.scheme else {}
+        table, documents, tokens = arrays.table, arrays.documents, arrays.input_ids.size
+        table.setflags(write=False)
+        documents.setflags(write=False)
+        fractional, scheme = arrays.fractional, arrays.scheme or " + ".join(schemes)
+        positions = construct(
+            PositionTable, table=table, documents=documents, num_tokens=tokens, fractional=fractional, scheme=scheme
+        )
+        pixels = _patches(flattened) if arrays.pixels else None
+        optional = (arrays.attention_mask, pixels, arrays.audio_spans, arrays.audio_feature_spans)
+        mask, patches, audio, audio_rows = [None if array is None else tensor(array) for array in optional]
+        later = {name: getattr(arrays, name) for name in _LATER}
+        return construct(
+            Batch,
+            keys=tuple([example.key for example in flattened]),
+            positions=positions,
+            input_ids=tensor(arrays.input_ids),
+            labels=tensor(arrays.labels),
+            attention_mask=mask,
+            patches=patches,
+            shifted=False,
+            world_size=1,
+            audio_spans=audio,
+            audio_feature_spans=audio_rows,
+            _later={"device_positions": positions, **later},
+        )
+
+    def sizes(self, examples: Sequence[Example]) -> tuple[list[int], int]:
+        """Return the padded size of every document or row, and the size of the padding after the last."""
+        lengths = [example.num_tokens for example in examples]
+        if self.side is None:
+            sizes = [-(-length // self.multiple_of) * self.multiple_of for length in lengths]
+            if self.length is not None and (tokens := sum(sizes)) > self.length:
+                documents = counted(len(examples), "document")
+                raise InvalidInputError(f"examples: got {tokens} tokens in {documents}, want at most {self.length}")
+            return sizes, 0 if self.length is None else self.length - sum(sizes)
+        seq = -(-max(lengths) // self.multiple_of) * self.multiple_of if self.length is None else self.length
+        for i, length in enumerate(lengths):
+            if length > seq:
+                raise InvalidInputError(f"{_name(examples, i)}: got {length} tokens, want at most {seq}")
+        return [seq] * len(examples), 0
 
 
-def _write(examples: Sequence[Example], collator: PackedCollator | PaddedCollator, side: Side | None) -> _Arrays:
+@dataclass(frozen=True)
+class PackedCollator(_Collator):
+    """Collator that concatenates documents into one row; a picklable collate_fn.
+
+    Args:
+        multiple_of: multiple to which the length of every document is padded, as part of the document in cu_seqlens;
+            2 * world_size for zigzag context parallelism.
+        length: number of tokens in every batch, for static shapes, filled with one document of padding; None for any.
+        pad_token_id: value of input_ids on padding.
+    """
+
+    multiple_of: int = 1
+    length: int | None = None
+    pad_token_id: int = 0
+
+    side = None
+
+
+@dataclass(frozen=True)
+class PaddedCollator(_Collator):
+    """Collator that pads every document to a row of the same length; a picklable collate_fn for DataLoader.
+
+    Args:
+        side: side of the padding, "right" or "left".
+        multiple_of: multiple to which the length is rounded up.
+        length: number of tokens in every row; None uses the length of the longest document.
+        pad_token_id: value of input_ids on padding.
+    """
+
+    side: Side = "right"
+    multiple_of: int = 1
+    length: int | None = None
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("side", self.side, ("right", "left"))
+        super().__post_init__()
+
+
+def _write(examples: Sequence[Example], collator: _Collator) -> _Arrays:
     """Write the arrays document by document, as the C extension does; raise if the examples do not fit."""
     _check_fit(examples)
-    sizes, rest = collator.sizes(examples)
+    side, (sizes, rest) = collator.side, collator.sizes(examples)
     positions = PositionTable.concatenate([example.sequence.positions for example in examples])
     positions = positions.pad(sizes, side or "right")
     if rest:
@@ -258,10 +257,3 @@ def _patches(examples: Sequence[Example]) -> npt.NDArray[np.generic] | None:
 
 def _name(examples: Sequence[Example], i: int) -> str:
     return f"examples[{i}] ({examples[i].key})"
-
-
-def _check(multiple_of: int, length: int | None, pad_token_id: int) -> None:
-    integer("multiple_of", multiple_of, minimum=1)
-    integer("pad_token_id", pad_token_id, minimum=0, maximum=INT32_MAX)
-    if length is not None and integer("length", length, minimum=1, maximum=INT32_MAX) % multiple_of:
-        raise InvalidInputError(f"length: got {length}, want a multiple of multiple_of={multiple_of}")

@@ -1,4 +1,4 @@
-"""BatchDataset: reproducible, resumable batches of image-text corpora for a torch DataLoader."""
+"""BatchDataset and Blend: reproducible, resumable batches of one or several corpora for a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, SkipLimit, skips_images
 from mmpos.data.readers import Reader
-from mmpos.data.stream import BatchStream, Draws, Feed, Split, SplitBy, StreamState
+from mmpos.data.stream import BatchStream, Draws, Feed, Split, SplitBy, Stop, StreamState
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.sequence.builder import InterleavedSequence
-from mmpos.support.checks import IntArray, integer, one_of
+from mmpos.support.checks import IntArray, finite, integer, one_of
 from mmpos.support.files import local_path
 
-__all__ = ["BatchDataset", "Corpus"]
+__all__ = ["BatchDataset", "Blend", "checked_state", "num_ranks"]
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # typing.TypeVar has defaults only since Python 3.13
@@ -34,7 +34,7 @@ else:
 
     _Item = TypeVar("_Item")
 
-_VERSION = 1
+_VERSION = 1  # of the states of a BatchDataset and a RankLoader
 
 
 class DatasetState(StreamState):
@@ -100,7 +100,7 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         threads: int = 0,
     ) -> None:
         super().__init__()
-        self._corpora = self._named(shards, preprocess)
+        self._corpora = [_corpus(*named) for named in self._named(shards, preprocess)]
         if not all(hasattr(batching, name) for name in ("add", "flush", "pending")):
             raise InvalidInputError(f"batching: got {type(batching).__name__}, want a Packer or a Batcher")
         one_of("split", split, get_args(SplitBy))
@@ -118,8 +118,12 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         if self._skips_images and quarantine is None:
             raise InvalidInputError("quarantine: got None, want a path; images are never dropped silently")
         # The assumption of a single rank is checked again when iteration starts.
-        self._guessed = rank is None and world_size is None and not _distributed()
-        self._split = Split(*_ranks(rank, world_size), by=split)
+        if (rank is None) != (world_size is None):
+            raise InvalidInputError(f"rank: got rank {rank} and world_size {world_size}, want both or neither")
+        self._guessed = rank is None and not _distributed()
+        if rank is None or world_size is None:
+            rank, world_size = torch.distributed.get_rank() if _distributed() else 0, num_ranks()
+        self._split = Split(rank, world_size, by=split)
         # In shared memory, so that persistent workers see the next epoch, and this process sees that workers exist.
         self._epoch = torch.tensor(0).share_memory_()
         self._chosen = torch.tensor(False).share_memory_()
@@ -150,11 +154,11 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         Returns:
             the number; None if sizes are unknown, ``batching`` cuts texts, or records or images may be skipped.
         """
-        lengths = [[_lengths(shard, self._batching) for shard in corpus.shards] for corpus in self._corpora]
+        lengths = [[_lengths(shard, self._batching) for shard in shards] for shards, _ in self._corpora]
         unknown = any(shard is None for corpus in lengths for shard in corpus)
         if unknown or self._on_error != "raise" or self._skips_images or self._draws.stop is None:
             return None
-        corpora = [Corpus(tuple(map(_Sizes, corpus)), _Sizes.example) for corpus in lengths]  # type: ignore[arg-type]
+        corpora = [(tuple(map(_Sizes, corpus)), _Sizes.example) for corpus in lengths]  # type: ignore[arg-type]
         count = 0
         for worker in range(workers := max(num_workers, 1)):
             feeds = self._feeds(corpora, replace(self._split, worker=worker, num_workers=workers), self.epoch)
@@ -223,18 +227,16 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         return {} if self._stream is None else self._stream.counts
 
     def _check(self, state: object) -> None:
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-            got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
-            raise InvalidInputError(f"state: got {got}, want version {_VERSION} from state_dict")
+        of = checked_state(state)["of"]
         for name, want in self._identity().items():
-            if (got := state["of"].get(name)) != want:
+            if (got := of.get(name)) != want:
                 raise InvalidInputError(f"state: got {name} {got}, want {want}")
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_stream": None}
 
     def _worker_split(self) -> Split:
-        if self._guessed and _distributed() and torch.distributed.get_world_size() > 1:
+        if self._guessed and num_ranks() > 1:
             got = "a dataset created before torch.distributed was initialised"
             raise InvalidInputError(f"rank: got {got}, want it created after, or with rank and world_size")
         info = get_worker_info()
@@ -246,34 +248,33 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
 
     @property
     def _skips_images(self) -> bool:
-        return any(skips_images(corpus.preprocess) for corpus in self._corpora)
+        return any(skips_images(preprocess) for _, preprocess in self._corpora)
 
-    def _named(self, shards: Any, preprocess: Any) -> tuple[Corpus, ...]:
-        """Check shards and preprocess, and return the corpora in the order of the names of _draws."""
-        return (Corpus.of("", shards, preprocess),)
+    def _named(self, shards: Any, preprocess: Any) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the key, shards and preprocess of each corpus in the order of the names of _draws."""
+        yield "", shards, preprocess
 
     def _feeds(
-        self, corpora: Sequence[Corpus], split: Split, epoch: int, counts: Mapping[str, int] | None = None
+        self, corpora: Sequence[_Corpus], split: Split, epoch: int, counts: Mapping[str, int] | None = None
     ) -> list[Feed]:
         """Return one consumer's records of each corpus; without counts, a record that cannot be used is an error."""
         path = self._folder and self._folder / f"rank{split.rank}-worker{split.worker}.jsonl"
         lines = QuarantineFile(path) if path and counts is not None else None
         feeds = []
-        for i, corpus in enumerate(corpora):
-            name = self._draws.names[i]
+        for i, (name, (shards, preprocess)) in enumerate(zip(self._draws.names, corpora, strict=True)):
             read = [(counts or {}).get(f"{what}/{name}" if name else what, 0) for what in ("records", "skipped")]
             quarantine = Quarantine(self._on_error, lines, SkipLimit(self._max_skipped, *read), {"epoch": epoch})
             seed = (self._seed, epoch)
-            feeds.append(Feed(corpus.shards, corpus.preprocess, quarantine, split, self._shuffle, seed, i))
+            feeds.append(Feed(shards, preprocess, quarantine, split, self._shuffle, seed, i))
         return feeds
 
     def _identity(self) -> dict[str, object]:
         """Return the arguments that a state depends on."""
         split = self._worker_split()
-        shards = [shard for corpus in self._corpora for shard in corpus.shards]
-        names = "\n".join(os.path.basename(shard.source) for shard in shards)  # a corpus may move
+        readers = [reader for shards, _ in self._corpora for reader in shards]
+        names = "\n".join(os.path.basename(reader.source) for reader in readers)  # a corpus may move
         return {
-            "shards": f"{len(shards)} with checksum {zlib.crc32(names.encode()):08x}",
+            "shards": f"{len(readers)} with checksum {zlib.crc32(names.encode()):08x}",
             "consumer": f"{split.consumer} of {split.consumers} by {split.by}",
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -281,26 +282,77 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         }
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Shards with the function that makes examples from their records."""
+class Blend(BatchDataset[_Item]):
+    """Dataset of batches from several corpora, whose records are drawn independently by weight.
 
-    shards: tuple[Reader, ...]
-    preprocess: MakeExample
+    Each worker draws from its own share of every corpus, and a batch may hold examples of all of them. A corpus that
+    ends starts over, in a new order if shuffle is set, unless ``stop`` ends the epoch. Everything else is as in a
+    BatchDataset: draws depend only on the arguments, the epoch and the number of workers, a state is small, and the
+    batches after a resume are byte for byte those of an uninterrupted run. ``counts`` and the state also count records
+    and skipped records by corpus, as ``records/NAME`` and ``skipped/NAME``, and max_skipped holds for each corpus.
 
-    @classmethod
-    def of(cls, name: str, shards: Iterable[object], preprocess: object) -> Corpus:
-        """Check the shards and preprocess of a corpus with this name in a blend, or "" outside one."""
-        key, readers = f"[{name!r}]" if name else "", []
-        for i, shard in enumerate(shards):
-            if not isinstance(shard, Reader):
-                got = type(shard).__name__
-                raise InvalidInputError(f"shards{key}[{i}]: got {got}, want a reader; readers.shards opens files")
-            readers.append(shard)
-        if not callable(preprocess):
-            got = type(preprocess).__name__
-            raise InvalidInputError(f"preprocess{key}: got {got}, want a Preprocess, or get_example")
-        return cls(tuple(readers), preprocess)
+    Args:
+        shards: readers of each corpus, by its name.
+        preprocess: one for all corpora, or one for each, by name.
+        batching: as in BatchDataset.
+        collate: as in BatchDataset.
+        weights: expected share of each corpus in the records, by name, up to a common factor; 3 and 1 draw three
+            records of one for each record of the other.
+        stop: "first" ends the epoch of a worker when it draws from a corpus after the last record, "last" when this has
+            happened to every corpus; None never ends it, for a trainer that counts steps.
+        options: keyword arguments of BatchDataset.
+
+    Raises:
+        InvalidInputError: an argument is invalid, or names differ between shards, weights and preprocess; or, raised
+            while loading, a corpus that should start over has no records.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, Iterable[Reader]],
+        preprocess: MakeExample | Mapping[str, MakeExample],
+        batching: Batching,
+        collate: Callable[[Any], _Item] | None = None,
+        *,
+        weights: Mapping[str, float],
+        stop: Stop | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(shards, Mapping) or not shards:
+            got = "none" if isinstance(shards, Mapping) else type(shards).__name__
+            raise InvalidInputError(f"shards: got {got}, want a mapping from at least one name to readers")
+        _same_names("weights", weights, shards)
+        values = tuple(finite(f"weights[{name!r}]", weights[name], above=0) for name in shards)
+        self._draws = Draws(tuple(shards), values, one_of("stop", stop, (None, *get_args(Stop))))
+        super().__init__(shards, preprocess, batching, collate, **options)  # type: ignore[arg-type]
+
+    def _named(self, shards: Any, preprocess: Any) -> Iterator[tuple[str, Any, Any]]:
+        if isinstance(preprocess, Mapping):
+            _same_names("preprocess", preprocess, shards)
+        for name, readers in shards.items():
+            yield f"[{name!r}]", readers, preprocess[name] if isinstance(preprocess, Mapping) else preprocess
+
+    def _identity(self) -> dict[str, object]:
+        weights = [list(pair) for pair in zip(self._draws.names, self._draws.weights, strict=True)]
+        return {**super()._identity(), "weights": weights, "stop": self._draws.stop}
+
+
+_Corpus: TypeAlias = tuple[tuple[Reader, ...], MakeExample]
+"""Shards with the function that makes examples from their records."""
+
+
+def _corpus(key: str, shards: Iterable[object], preprocess: object) -> _Corpus:
+    """Check the shards and preprocess of a corpus with this key in a blend, or "" outside one."""
+    readers = []
+    for i, shard in enumerate(shards):
+        if not isinstance(shard, Reader):
+            got = type(shard).__name__
+            raise InvalidInputError(f"shards{key}[{i}]: got {got}, want a reader; readers.shards opens files")
+        readers.append(shard)
+    if not callable(preprocess):
+        got = type(preprocess).__name__
+        raise InvalidInputError(f"preprocess{key}: got {got}, want a Preprocess, or get_example")
+    return tuple(readers), preprocess
 
 
 def _lengths(shard: Reader, batching: Batching) -> IntArray | None:
@@ -341,11 +393,20 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if (rank is None) != (world_size is None):
-        raise InvalidInputError(f"rank: got rank {rank} and world_size {world_size}, want both or neither")
-    if rank is not None and world_size is not None:
-        return rank, world_size
-    if _distributed():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+def num_ranks() -> int:
+    """Return the number of ranks of torch.distributed, or 1 without it."""
+    return torch.distributed.get_world_size() if _distributed() else 1
+
+
+def checked_state(state: object) -> Mapping[str, Any]:
+    """Return a state, and raise InvalidInputError if it is no mapping of the current version."""
+    if isinstance(state, Mapping) and state.get("version") == _VERSION:
+        return state
+    got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
+    raise InvalidInputError(f"state: got {got}, want version {_VERSION} from state_dict")
+
+
+def _same_names(argument: str, values: object, shards: Mapping[str, object]) -> None:
+    got = sorted(values) if isinstance(values, Mapping) else type(values).__name__
+    if got != sorted(shards):
+        raise InvalidInputError(f"{argument}: got {got}, want the names in shards: {sorted(shards)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from mmpos.data.examples import Example, RecordError
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import boolean, first_bad, int_array, integer, one_of
 
-__all__ = ["Batcher", "Batching", "Group", "Overlong", "Pack", "PackCounts", "Packer", "first_fit_decreasing"]
+__all__ = ["Batcher", "Batching", "Group", "Overlong", "Pack", "PackCounts", "Packer", "best_fit_decreasing"]
 
 Overlong = Literal["raise", "truncate", "drop"]
 
@@ -276,10 +277,10 @@ class Batcher:
         return [group]
 
 
-def first_fit_decreasing(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
-    """Group known lengths by first-fit decreasing: the longest first, each into the first group with enough room.
+def best_fit_decreasing(lengths: npt.ArrayLike, max_tokens: int) -> list[list[int]]:
+    """Group known lengths by best-fit decreasing: the longest first, each into the fullest group with enough room.
 
-    >>> first_fit_decreasing([3, 5, 2, 4], 7)
+    >>> best_fit_decreasing([3, 5, 2, 4], 7)
     [[1, 2], [3, 0]]
 
     Args:
@@ -292,25 +293,16 @@ def first_fit_decreasing(lengths: npt.ArrayLike, max_tokens: int) -> list[list[i
     lengths = int_array("lengths", lengths, (None,))
     max_tokens = integer("max_tokens", max_tokens, minimum=1)
     first_bad("lengths", lengths, minimum=1, maximum=max_tokens)
-    # Two consecutive groups hold more than max_tokens together, which bounds the number of groups.
-    groups: list[list[int]] = [[] for _ in range(min(lengths.size, 2 * int(lengths.sum()) // max_tokens + 1))]
-    # A tournament tree: leaves hold the room in each group, inner nodes the maximum below them.
-    leaves = 1 << max(len(groups) - 1, 0).bit_length()
-    room = [max_tokens] * (2 * leaves)
-    order = np.argsort(-lengths, kind="stable")
+    groups: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # room and index of each group that has room for the shortest, ascending
+    order, shortest = np.argsort(-lengths, kind="stable"), lengths.min(initial=max_tokens)
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        node = 1
-        while node < leaves:
-            node *= 2
-            if room[node] < length:
-                node += 1
-        groups[node - leaves].append(index)
-        left = room[node] = room[node] - length
-        while node > 1:
-            sibling = room[node ^ 1]
-            left = sibling if sibling > left else left
-            node //= 2
-            if room[node] == left:
-                break
-            room[node] = left
-    return [group for group in groups if group]
+        if (at := bisect_left(rooms, (length,))) < len(rooms):
+            room, group = rooms.pop(at)
+        else:
+            room, group = max_tokens, len(groups)
+            groups.append([])
+        groups[group].append(index)
+        if room - length >= shortest:
+            insort(rooms, (room - length, group))
+    return groups

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Generic, Literal, TypedDict, TypeVar, cast, get_args
 
 import torch
 from torch import distributed
 
+from mmpos.data.loader import checked_state, num_ranks
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import boolean, one_of
 
@@ -20,9 +21,6 @@ Even = Literal["drop", "repeat"]
 _LOG = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
-
-
-_VERSION = 1
 
 
 class RankState(TypedDict):
@@ -76,7 +74,7 @@ class RankLoader(Generic[_Item]):
         self._group: distributed.ProcessGroup | None = None
         self._epoch = int(getattr(self.dataset, "epoch", 0))
         self._steps, self._repeats, self._over, self._resumed = 0, False, False, False
-        if even and _ranks() > 1:
+        if even and num_ranks() > 1:
             self._group = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo"))
 
     @property
@@ -127,7 +125,7 @@ class RankLoader(Generic[_Item]):
         """
         own = self._stateful.state_dict()
         steps, repeats, over = self._steps, self._repeats, self._over
-        return RankState(version=_VERSION, epoch=self._epoch, steps=steps, repeats=repeats, over=over, loader=own)
+        return RankState(version=1, epoch=self._epoch, steps=steps, repeats=repeats, over=over, loader=own)
 
     def load_state_dict(self, state: RankState) -> None:
         """Resume the next iteration after the latest batch of a state; call this on every rank.
@@ -137,9 +135,7 @@ class RankLoader(Generic[_Item]):
         Raises:
             InvalidInputError: the state is not from a RankLoader, or the loader rejects its part of the state.
         """
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-            got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
-            raise InvalidInputError(f"state: got {got}, want version {_VERSION} from RankLoader.state_dict")
+        checked_state(state)
         self._epoch, self._resumed = state["epoch"], True
         self._steps, self._repeats, self._over = state["steps"], state["repeats"], state["over"]
         if not state["over"]:
@@ -155,7 +151,7 @@ class RankLoader(Generic[_Item]):
             yield from self._of_epoch()
 
     def _of_epoch(self) -> Iterator[_Item]:
-        if self._group is None and self.even and _ranks() > 1:
+        if self._group is None and self.even and num_ranks() > 1:
             got = "a loader created before torch.distributed was initialised"
             raise InvalidInputError(f"even: got {got}, want it created after")
         if not self._resumed:
@@ -211,7 +207,3 @@ def _length(loader: object) -> int | None:
         return len(cast(Sized, loader))
     except TypeError:
         return None
-
-
-def _ranks() -> int:
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -193,7 +193,8 @@ def _open_file(file: BinaryIO, data: Callable[[], bytes]) -> _File:
                 if start.startswith(signature):
                     got = f"a {kind} with a damaged header, or with a width or height of 0"
             raise InvalidInputError(f"image: got {got}, want a whole JPEG, PNG, WebP or GIF") from error
-        return _File(image, reader, data, reader.tell(), _orientation(image, reader))
+        header, orientation = reader.tell(), _orientation(image, reader)
+        return _File(image, reader, data, header, orientation, _upright(image.size, orientation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,7 @@ class _File:
         data: function that returns all bytes of the file.
         header: number of bytes before the pixels, which Pillow has read.
         orientation: orientation in EXIF or XMP, 1 to 8.
+        size: size after orientation.
     """
 
     image: ImageFile
@@ -213,10 +215,7 @@ class _File:
     data: Callable[[], bytes]
     header: int
     orientation: int
-
-    @property
-    def size(self) -> ImageSize:
-        return _upright(self.image.size, self.orientation)
+    size: ImageSize
 
     def read(self, backend: str, least: tuple[int, int] | None = None) -> tuple[Samples, str]:
         data, image = self.data(), self.image

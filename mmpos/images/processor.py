@@ -160,7 +160,9 @@ class ImageProcessor:
         """
         factor = self.patch_size * self.spatial_merge_size
         source = ImageSize(height, width)
-        height, width = self._enlarged(source.height, source.width, factor)
+        height, width = source.height, source.width
+        if min(height, width) < factor and self.small_images != "qwen-vl":
+            height, width = self._enlarged(height, width, factor)
         short, long = sorted((height, width))
         if long > _MAX_ASPECT_RATIO * short:
             got = f"{source.height} x {source.width} pixels"
@@ -178,9 +180,7 @@ class ImageProcessor:
         return Grid(min(max(1, rows), most), min(max(1, columns), most))
 
     def _enlarged(self, height: int, width: int, factor: int) -> tuple[int, int]:
-        """Scale both sides of an image if one is shorter than a token, unless small_images is "qwen-vl"."""
-        if min(height, width) >= factor or self.small_images == "qwen-vl":
-            return height, width
+        """Scale both sides of an image of which one is shorter than a token."""
         if self.small_images == "glm-v":
             scale = max(factor / height, factor / width)
             return int(height * scale), int(width * scale)

@@ -66,7 +66,7 @@ def place(
             first frames or several grids in a document.
         LimitExceededError: an id or a next position is outside int32, or a denominator is 2**31 or more.
     """
-    scheme = get_scheme(scheme)
+    scheme = scheme if isinstance(scheme, Scheme) else get_scheme(scheme)
     if not isinstance(segments, SegmentTable):
         raise InvalidInputError(f"segments: got {type(segments).__name__}, want a SegmentTable")
     strict = scheme.strict if strict is None else boolean("strict", strict)

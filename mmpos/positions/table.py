@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -847,22 +848,21 @@ _MARKERS = {GRID: 0, CLIP: CLIP_MARKERS, THUMBNAIL: CROP_MARKERS // 2, TILE: CRO
 """Number of markers in a segment before its patches; the same number follows them."""
 
 
-_READ = ("table", "documents", "num_tokens")
-"""Attributes of a table that the extension reads."""
+_READ = ("table", "documents", "num_tokens")  # attributes of a table that the extension reads
+_SCHEME, _FRACTIONAL = attrgetter("scheme"), attrgetter("fractional")
 
 
 def _sort_of(tables: Sequence[PositionTable]) -> tuple[bool, str]:
     """Return whether the ids of concatenated tables may be fractions, and the names of their schemes."""
-    schemes = {table.scheme: None for table in tables}
+    schemes = dict.fromkeys(map(_SCHEME, tables))
     if len(schemes) > 1:  # each name once, however often tables have been joined
         schemes = dict.fromkeys(name for scheme in schemes for name in scheme.split(" + "))
-    return any(table.fractional for table in tables), " + ".join(schemes)
+    return True in map(_FRACTIONAL, tables), " + ".join(schemes)
 
 
 def _joined_by_c(tables: Sequence[PositionTable], removed: object = (), replaced: object = ()) -> PositionTable | None:
     """Concatenate tables in C, with changes to the first; return None if Python must do it or raise the error."""
-    core = native.core
-    joined = core and core.concatenate(tables, PositionTable, _READ, removed, replaced)
+    joined = native.core and native.core.concatenate(tables, PositionTable, _READ, removed, replaced)
     return None if joined is None else of_bytes(joined, len(tables[0].table), *_sort_of(tables))
 
 

@@ -215,17 +215,18 @@ class SequenceBuilder:
     start: int = 0
     marker_ids: MarkerIds = field(init=False, repr=False)
     _all_markers: IntArray = field(init=False, repr=False, compare=False)
+    _margins: tuple[tuple[int, int], tuple[int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.markers, Markers):
             raise InvalidInputError(f"markers: got {type(self.markers).__name__}, want Markers")
         if not isinstance(self.images, ImageProcessor | None):
             raise InvalidInputError(f"images: got {type(self.images).__name__}, want an ImageProcessor or None")
-        object.__setattr__(self, "tokenizer", adapt(self.tokenizer))
-        object.__setattr__(self, "scheme", get_scheme(self.scheme))
-        object.__setattr__(self, "marker_ids", self.markers.ids(self.tokenizer))
-        ids = sorted(marker for marker in self.marker_ids if marker is not None)
-        object.__setattr__(self, "_all_markers", np.array(ids, np.int64))
+        vars(self).update(tokenizer=adapt(self.tokenizer), scheme=get_scheme(self.scheme))
+        markers = self.markers.ids(self.tokenizer)
+        ids = sorted(marker for marker in markers if marker is not None)
+        margins = (markers.margins, markers.audio_margins)
+        vars(self).update(marker_ids=markers, _all_markers=np.array(ids, np.int64), _margins=margins)
 
     def build(self, parts: Sequence[object]) -> InterleavedSequence:
         """Build the sequence of these parts, in order.
@@ -298,16 +299,15 @@ class SequenceBuilder:
             image_spans=np.array(contents.image_spans, np.int64).reshape(-1, 2),
             image_hashes=tuple(contents.image_hashes),
             part_offsets=np.array(contents.part_offsets, np.int64),
-            image_margins=markers.margins,
-            audio_margins=markers.audio_margins,
+            image_margins=contents.image_margins,
+            audio_margins=contents.audio_margins,
         )
 
     def contents(self, parts: Sequence[object], ahead: dict[int, Future[ProcessedImage]] | None = None) -> Contents:
         """Encode the texts of a document and decode its images, except those ``ahead``, by index; see ``build``."""
         if not isinstance(parts, list | tuple):
             raise InvalidInputError(f"parts: got {type(parts).__name__}, want a list of parts")
-        markers, images = self.marker_ids, []
-        contents = Contents(markers.margins, markers.audio_margins, markers.row is not None)
+        images, contents = [], Contents(*self._margins, self.marker_ids.row is not None)
         for n, (index, name, part) in enumerate(plain_parts(parts)):
             if index == len(contents.part_offsets):
                 contents.part_offsets.append(contents.tokens)

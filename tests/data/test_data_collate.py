@@ -55,6 +55,8 @@ def test_all_fields_of_a_packed_batch_are_set() -> None:
     assert batch.grid_thw.tolist() == [[1, 1, 2]]
     assert (batch.image_spans.tolist(), batch.feature_spans.tolist()) == ([[3, 5]], [[0, 2]])
     assert (batch.packed, batch.fill, batch.shifted, batch.world_size) == (True, 10 / 12, False, 1)
+    table, documents = batch.positions.table, batch.positions.documents
+    assert (table.flags.writeable, documents.flags.writeable) == (False, False)
     assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 image, fill=0.833, device=cpu)"
 
 

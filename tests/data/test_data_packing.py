@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mmpos import Grid, InvalidInputError
 from mmpos.data import packing
 from mmpos.data.examples import Example, RecordError
-from mmpos.data.packing import Pack, PackCounts, Packer, first_fit_decreasing
+from mmpos.data.packing import Pack, PackCounts, Packer, best_fit_decreasing
 from mmpos_bench.data import labelled, mix, packed_counts
 
 Parts = list[int | tuple[int, int]]
@@ -52,26 +52,26 @@ def content(pieces: Sequence[Example]) -> list[Any]:
     ]
 
 
-def first_fit_by_loops(lengths: list[int], max_tokens: int) -> list[list[int]]:
+def best_fit_by_loops(lengths: list[int], max_tokens: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for group in groups:
-            if sum(lengths[j] for j in group) + lengths[i] <= max_tokens:
-                group.append(i)
-                break
+        rooms = [max_tokens - sum(lengths[j] for j in group) for group in groups]
+        fitting = [(room, group) for group, room in enumerate(rooms) if room >= lengths[i]]
+        if fitting:
+            groups[min(fitting)[1]].append(i)
         else:
             groups.append([i])
     return groups
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 50))
-def test_first_fit_decreasing_matches_plain_loops(lengths: list[int], max_tokens: int) -> None:
-    assert first_fit_decreasing(lengths, max_tokens) == first_fit_by_loops(lengths, max_tokens)
+def test_best_fit_decreasing_matches_plain_loops(lengths: list[int], max_tokens: int) -> None:
+    assert best_fit_decreasing(lengths, max_tokens) == best_fit_by_loops(lengths, max_tokens)
 
 
-def test_first_fit_decreasing_refuses_a_length_above_the_maximum() -> None:
+def test_best_fit_decreasing_refuses_a_length_above_the_maximum() -> None:
     with pytest.raises(InvalidInputError, match=r"^lengths\[1\]: got 9, want <= 8$"):
-        first_fit_decreasing([1, 9], 8)
+        best_fit_decreasing([1, 9], 8)
 
 
 def test_a_pack_starts_with_the_oldest_example_and_continues_with_the_longest_that_fit() -> None:

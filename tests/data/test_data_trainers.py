@@ -197,7 +197,7 @@ def test_loaders_without_a_state_and_invalid_states_are_refused() -> None:
         stateless.state_dict()
     invalid: list[tuple[Any, str]] = [({"version": 0}, "version 0"), (3, "int")]
     for state, got in invalid:
-        with pytest.raises(InvalidInputError, match=f"^state: got {got}, want version 1 from RankLoader.state_dict"):
+        with pytest.raises(InvalidInputError, match=f"^state: got {got}, want version 1 from state_dict"):
             stateless.load_state_dict(state)
 
 

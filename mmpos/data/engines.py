@@ -1,4 +1,4 @@
-"""Engines that preprocess many shards: processes of this machine, or a pipeline of Ray Data."""
+"""Engines that preprocess many inputs: processes of this machine, or a pipeline of Ray Data."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
-from multiprocessing.queues import SimpleQueue
+from multiprocessing.connection import Connection, wait
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 
@@ -34,79 +32,75 @@ _PAUSE = 0.1  # seconds between two messages from a worker
 
 
 def run_local(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
-    """Run the tasks on this machine, several at a time.
+    """Run the tasks on this machine, several at a time in processes, each of which has a pipe to this one.
 
     Raises:
         ChildProcessError: a worker was killed.
     """
     workers = min(workers, len(tasks))
-    if workers > 1:
-        yield from _in_processes(job, tasks, workers)
+    if workers <= 1:
+        for task in tasks:
+            yield from job.run(task)
         return
-    for task in tasks:
-        with closing(_steps(job, task)) as steps:
-            yield from steps
-
-
-def _steps(job: PartJob, task: Task) -> Generator[Step, None, None]:
-    for part in task.parts():
-        with closing(job.write(task, part)) as steps:
-            yield from steps
-
-
-def _in_processes(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     # Workers are spawned, since a fork of a process with threads (torch, pyarrow) may hang.
-    context = multiprocessing.get_context("spawn")
-    steps: SimpleQueue[Step] = context.SimpleQueue()
-    work, inputs = pickle.dumps(job), [pickle.dumps(task) for task in tasks]
-    others, started = set(multiprocessing.active_children()), set[BaseProcess]()
-    running: set[Future[bytes]] = set()
-    pool = ProcessPoolExecutor(workers, context, _begin_worker, (steps,))
+    context, work = multiprocessing.get_context("spawn"), pickle.dumps(job)
+    waiting, pipes, processes = [pickle.dumps(task) for task in reversed(tasks)], list[Connection](), list[Any]()
     try:
         resource_tracker.ensure_running()  # starting it inside no_interrupts would let interrupts through
-        with no_interrupts():  # workers inherit the blocked signal, so only this process handles Ctrl-C
-            running = {pool.submit(_work, work, task) for task in inputs}
-            started = set(multiprocessing.active_children()) - others
-        while running:
-            done, running = wait(running, _PAUSE, FIRST_COMPLETED)
-            while not steps.empty():
-                yield steps.get()
-            for future in done:
-                _raise(future.result())
-    except BrokenProcessPool as error:
-        raise ChildProcessError("a worker process was killed, possibly out of memory; use fewer workers") from error
+        with no_interrupts():  # workers inherit the blocked signals, so only this process handles them
+            for _ in range(workers):
+                here, there = context.Pipe()
+                processes.append(context.Process(target=_work, args=(there, work)))
+                processes[-1].start()
+                there.close()  # so that the pipe ends with the worker
+                pipes.append(here)
+        for pipe in pipes:
+            with _living():
+                pipe.send_bytes(waiting.pop())
+        while pipes:
+            for pipe in [pipe for pipe in wait(pipes) if isinstance(pipe, Connection)]:
+                with _living():
+                    message = pipe.recv_bytes()
+                step = _raise(message)
+                if step is not None:
+                    yield step
+                elif waiting:
+                    with _living():
+                        pipe.send_bytes(waiting.pop())
+                else:
+                    pipes.remove(pipe)
     finally:
-        for process in started if running else ():
+        for process in processes:
             process.kill()
-        pool.shutdown(cancel_futures=True)
+        for process in processes:
+            process.join()
 
 
-class _Worker:
-    """State of a worker process: the queue for messages to its parent."""
+@contextmanager
+def _living() -> Iterator[None]:
+    """Raise ChildProcessError if the worker at the other end of a pipe has ended."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise ChildProcessError("a worker process was killed, possibly out of memory; use fewer workers") from error
 
-    steps: ClassVar[SimpleQueue[Step]]
 
-
-def _begin_worker(steps: SimpleQueue[Step]) -> None:
+def _work(pipe: Connection, work: bytes) -> None:
+    """Run the tasks that arrive; send back each finished file, the progress at intervals, and None after each task."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported; the processes already use all cores
     # Skipped records are counted and written to files; warnings of many processes would clutter the terminal.
     logging.getLogger("mmpos").addHandler(logging.NullHandler())
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _Worker.steps = steps
-
-
-def _work(job: bytes, task: bytes) -> bytes:
-    """Run a task in a worker process; send each finished file and, at regular intervals, the progress to the parent."""
-    reported_at = time.monotonic()
     try:
-        with closing(_steps(_loads(job), pickle.loads(task))) as steps:
-            for step in steps:
+        job, reported_at = pickle.loads(work), time.monotonic()  # one job, since its SkipLimit counts across all tasks
+        while True:
+            for step in job.run(pickle.loads(pipe.recv_bytes())):
                 if step.is_finished or time.monotonic() - reported_at > _PAUSE:
-                    _Worker.steps.put(step)
+                    pipe.send_bytes(pickle.dumps(step))
                     reported_at = time.monotonic()
-        return pickle.dumps(None)
+            pipe.send_bytes(pickle.dumps(None))
     except Exception as error:
-        return pickle.dumps(_portable(error))
+        pipe.send_bytes(pickle.dumps(_portable(error)))
 
 
 def _die_with_parent() -> None:
@@ -115,9 +109,6 @@ def _die_with_parent() -> None:
     assert parent is not None, "workers are children"
     parent.join()
     os._exit(1)
-
-
-_loads = cache(pickle.loads)  # one job per process, since its SkipLimit counts across all tasks
 
 
 def _portable(error: Exception) -> Exception:
@@ -143,7 +134,7 @@ def run_ray(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step
     """Run the tasks as a Ray Data pipeline: Ray reads, maps, writes, and repeats the work of a machine that dies.
 
     The pipeline runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on
-    this machine; else in one started for the pipeline and stopped at the end. A row is a part of a shard with its raw
+    this machine; else in one started for the pipeline and stopped at the end. A row is a part of an input with its raw
     records, and becomes a file that is written whole, so repeated work writes the same bytes. Inputs and outputs must
     have the same paths on all machines; relative paths are resolved against the current folder of this process.
     """
@@ -155,7 +146,7 @@ def run_ray(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step
         return
     with _connected(ray):
         dumps: Callable[[object], bytes] = ray.cloudpickle.dumps  # also pickles readers defined in a script
-        rows = [{"task": dumps(replace(task, folder=_absolute(task.folder)))} for task in tasks]
+        rows = [{"task": dumps(replace(task, prefix=_absolute(task.prefix)))} for task in tasks]
         actors = ray.data.ActorPoolStrategy(
             min_size=1, max_size=workers, initial_size=workers, max_tasks_in_flight_per_actor=2
         )
@@ -181,15 +172,18 @@ _READER_CPUS = 0.25  # fraction of a CPU that a reader gets; an actor gets the r
 
 
 def _read(batch: pa.Table, folder: str, dumps: Callable[[object], bytes]) -> Iterator[pa.Table]:
-    """Read a shard into one row per part; if reading fails, a row holds the error."""
+    """Read an input into one row per part; if reading fails, a row holds the error."""
     _change_folder(folder)
-    for row in batch["task"]:
-        task = pickle.loads(row.as_buffer())
-        try:
-            for part in task.parts():
-                yield pa.table({"part": pa.array([dumps((task, part))], pa.large_binary())})
-        except Exception as error:
-            yield pa.table({"part": pa.array([dumps(_portable(error))], pa.large_binary())})
+    (task,) = (pickle.loads(row.as_buffer()) for row in batch["task"])
+    try:
+        for part in task.parts():
+            yield _row(dumps((task, part)))
+    except Exception as error:
+        yield _row(dumps(_portable(error)))
+
+
+def _row(content: bytes) -> pa.Table:
+    return pa.table({"part": pa.array([content], pa.large_binary())})
 
 
 class PartWriter:
@@ -210,8 +204,8 @@ class PartWriter:
         return {"step": [pickle.dumps(content)]}
 
 
-def _absolute(folder: str) -> str:
-    return folder if is_url(folder) else os.path.abspath(folder)
+def _absolute(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def _change_folder(folder: str) -> None:
@@ -225,8 +219,12 @@ def _connected(ray: ModuleType) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     try:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            # Ray has replaced the handler by its own, which exits.
+            signal.signal(signal.SIGTERM, handler)
         yield
     finally:
         ray.shutdown()

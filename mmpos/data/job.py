@@ -1,8 +1,7 @@
-"""The work of a run: read a shard in parts, and write each part to a file with its settings."""
+"""The work of a run: read an input in parts, and write each part to a file that holds its settings."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mmpos.data import paths
 from mmpos.data.examples import Location, MakeExample, RecordError
-from mmpos.data.quarantine import MAX_SKIPPED, Line, OnError, Quarantine, SkipLimit
+from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, SkipLimit, reason
 from mmpos.data.readers import Raw, Reader
 from mmpos.data.settings import describe
 from mmpos.data.stage import Stage
@@ -18,7 +17,7 @@ from mmpos.data.storage import SequenceWriter
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import one_of
 
-__all__ = ["Counts", "Output", "PartJob", "ShardPart", "Step", "Task", "facts_of_input", "settings_of"]
+__all__ = ["Counts", "Output", "Part", "PartJob", "Step", "Task", "facts_of_input", "settings_of"]
 
 PART_BYTES = 64 * 2**20
 """Bytes of texts and undecoded images after which a file ends; the record that reaches this size is its last."""
@@ -48,11 +47,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Output:
-    """Finished file of preprocessed sequences; SequenceShard reads it.
+    """File of preprocessed sequences; SequenceShard reads it.
 
     Args:
         source: path or name of its input.
         path: path of the file.
+        read: bytes, or records, of the input that became this file.
         counts: counts of its records and sequences.
         reasons: number of skipped records and dropped images by reason.
         reused: whether an earlier run wrote it.
@@ -60,67 +60,63 @@ class Output:
 
     source: str
     path: str
+    read: int
     counts: Counts
     reasons: Mapping[str, int]
     reused: bool
 
 
-class ShardPart(NamedTuple):
-    """Records of one output file."""
+class Step(NamedTuple):
+    """Progress of one file: what it holds so far, and whether it is finished."""
+
+    task: int
+    part: int
+    output: Output
+    is_finished: bool
+
+
+class Part(NamedTuple):
+    """Records of one file."""
 
     number: int  # of the file among those of its input
     stop: int  # index of the first record after the part
-    position: int  # bytes, or records, of the input up to the end of the part
-    amount: int  # those of this part
+    read: int  # bytes, or records, of the input
     records: list[tuple[Location, Raw]]
     is_last: bool
 
 
-class Step(NamedTuple):
-    """Progress of one part: what was read, the counts and the reasons so far, and whether its file is finished."""
-
-    task: int
-    part: int
-    read: int
-    counts: Counts
-    reasons: Mapping[str, int]
-    is_finished: bool = False
-
-
 @dataclass(frozen=True)
 class Task:
-    """Shard, and the output files to make from it."""
+    """Input, and the files to make from it."""
 
     number: int
     reader: Reader
-    folder: str
-    stem: str  # prefix of the output names
-    facts: Mapping[str, Any]  # facts about the input
-    outputs: Mapping[int, Output] = field(default_factory=dict)  # finished outputs by part number
-    begin: tuple[int, int, int] | None = (0, 0, 0)  # part number, record and position; None if nothing is left
-
-    def output(self, part: int = 0) -> str:
-        """Return the path of the output of a part."""
-        return paths.join(self.folder, f"{self.stem}.part{part:05}.parquet" if part else f"{self.stem}.parquet")
+    prefix: str  # path of the files without number and suffix
+    facts: Mapping[str, Any]  # facts that identify the input
+    begin: tuple[int, int, int] = (0, 0, 0)  # first part to write, its first record, and what was read before it
+    finished: frozenset[int] = frozenset()  # parts that exist
 
     @property
     def size(self) -> int:
         """Bytes or records of the input; 0 if that is unknown."""
         return int(self.facts.get("size") or self.facts.get("records") or 0)
 
-    def parts(self) -> Iterator[ShardPart]:
-        """Read the unfinished parts of the shard; part boundaries depend only on the records.
+    def output(self, part: int = 0) -> str:
+        """Return the path of the file of a part."""
+        return f"{self.prefix}.part{part:05}.parquet" if part else f"{self.prefix}.parquet"
+
+    def parts(self) -> Iterator[Part]:
+        """Read the unfinished parts of the input; their boundaries depend only on the records.
 
         Raises:
-            InvalidInputError: the shard changed while it was read; raised before the last part.
+            InvalidInputError: the input changed while it was read; raised before the last part.
         """
-        assert self.begin is not None, "unfinished tasks have a part to begin with"
         number, stop, position = self.begin
-        rows, begun, first = self.reader.count(), paths.BytesRead.total, position
+        rows, first = self.reader.count(), position - paths.BytesRead.total
         records = self.reader.records(stop)
         ahead = next(records, None)
         while True:
-            held, size = [], 0
+            held, size, before = [], 0, position
             while ahead is not None and size < PART_BYTES:
                 held.append(ahead)
                 size += _size(ahead[1])
@@ -129,11 +125,10 @@ class Task:
             if ahead is None and facts_of_input(self.reader) != self.facts:
                 want = "want one that does not change"
                 raise InvalidInputError(f"{self.reader.source}: got a file that changed while it was read, {want}")
-            before = position
-            done = self.size * stop // rows if rows else min(first + paths.BytesRead.total - begun, self.size)
-            position = self.size if ahead is None else done
-            if number not in self.outputs:
-                yield ShardPart(number, stop, position, position - before, held, ahead is None)
+            position = self.size * stop // rows if rows else min(first + paths.BytesRead.total, self.size)
+            position = self.size if ahead is None else position
+            if number not in self.finished:
+                yield Part(number, stop, position - before, held, ahead is None)
             if ahead is None:
                 return
             number += 1
@@ -172,30 +167,46 @@ class PartJob:
         object.__setattr__(self, "settings", settings_of(self.preprocess))
         object.__setattr__(self, "limit", SkipLimit(self.max_skipped))
 
-    def write(self, task: Task, part: ShardPart) -> Generator[Step, None, None]:
+    def run(self, task: Task) -> Generator[Step, None, None]:
+        """Write the unfinished files of a task, as ``write`` does."""
+        for part in task.parts():
+            yield from self.write(task, part)
+
+    def write(self, task: Task, part: Part) -> Generator[Step, None, None]:
         """Write the file of a part; yield a step after each record, and one when the file is finished.
 
         Raises:
             RecordError: a record is unusable, and on_error is "raise".
             InvalidInputError: this process skipped more records than max_skipped allows.
         """
-        counts, reasons = Counts(), Counter[str]()
-        with SequenceWriter(task.output(part.number)) as writer:
+        counts, reasons, path = Counts(), Counter[str](), task.output(part.number)
 
-            def keep(line: Line) -> None:
-                if "dropped_images" not in line:
-                    writer.refuse(f"{line['source']}[{line['index']}]", str(line["error"]))
+        def step(read: int, is_finished: bool = False) -> Step:
+            output = Output(task.reader.source, path, read, counts, reasons, False)
+            return Step(task.number, part.number, output, is_finished)
 
-            quarantine = Quarantine(self.on_error, keep, self.limit)
-            for number, (location, raw) in enumerate(part.records):
+        with SequenceWriter(path) as writer:
+            quarantine = Quarantine(self.on_error, lambda line: None, self.limit)  # the rows hold the errors
+            for number, (here, raw) in enumerate(part.records):
                 self.limit.read()
                 try:
-                    counts += self._write(writer, quarantine, location, raw, reasons)
-                except RecordError as error:
-                    quarantine.refuse(location, raw, error)
+                    if isinstance(raw, RecordError):
+                        raise raw
+                    example = self.stage.example(raw, here)
+                    writer.write(example)
+                except (RecordError, LimitExceededError) as error:
+                    message = quarantine.refuse(here, raw, error)
+                    writer.refuse(str(here), message)
                     counts += Counts(skipped=1)
-                    reasons[_reason(str(error))] += 1
-                yield Step(task.number, part.number, part.amount * number // len(part.records), counts, reasons)
+                    reasons[reason(message, here)] += 1
+                else:
+                    dropped = example.dropped_images
+                    if dropped:
+                        quarantine.drop(here, raw, dropped)
+                        reasons.update(f"image: {reason(error, here)}" for error in dropped)
+                    images = len(example.sequence.grid_thw)
+                    counts += Counts(1, example.num_tokens, images, images_dropped=len(dropped))
+                yield step(part.read * number // len(part.records))
             self.limit.end()
             writer.facts = {
                 "input": task.facts,
@@ -203,34 +214,12 @@ class PartJob:
                 "counts": asdict(counts),
                 "reasons": reasons,
                 "stop": part.stop,
-                "position": part.position,
+                "read": part.read,
                 "is_last": part.is_last,
             }
-        yield Step(task.number, part.number, part.amount, counts, reasons, True)
-
-    def _write(
-        self, writer: SequenceWriter, quarantine: Quarantine, here: Location, raw: Raw, reasons: Counter[str]
-    ) -> Counts:
-        if isinstance(raw, RecordError):
-            raise raw
-        try:
-            example = self.stage.example(raw, here)
-            writer.write(example)
-        except LimitExceededError as error:
-            raise RecordError(f"{here}: {error}") from error
-        if example.dropped_images:
-            quarantine.drop(here, raw, example.dropped_images)
-            reasons.update(f"image: {_reason(error)}" for error in example.dropped_images)
-        images, dropped = len(example.sequence.grid_thw), len(example.dropped_images)
-        return Counts(1, example.num_tokens, images, images_dropped=dropped)
+        yield step(part.read, True)
 
 
 def settings_of(preprocess: MakeExample) -> dict[str, object]:
     """Describe the settings that determine the outputs."""
     return describe({"preprocess": preprocess, "part_bytes": PART_BYTES})
-
-
-def _reason(message: str) -> str:
-    """Return what an error says, without the record, the numbers and the quoted texts that it names."""
-    said = message.partition("]): ")[2] or message.partition("]: ")[2] or message
-    return re.sub(r"'[^']*'|\d+(\.\d+)?", "…", said)[:200]

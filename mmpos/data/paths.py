@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, ClassVar
@@ -212,7 +213,8 @@ def facts_of(path: str) -> dict[str, object]:
     if not is_url(path):
         with named(path):
             status = os.stat(path)
-        return {"size": status.st_size, "modified": status.st_mtime_ns}
+        seconds, rest = divmod(status.st_mtime_ns, 10**9)
+        return {"size": status.st_size, "modified": f"{datetime.fromtimestamp(seconds, UTC):%F %T}.{rest:09} UTC"}
     info = _info(path)
     return {"size": info["size"], "version": next((str(info[name]) for name in _VERSIONS if info.get(name)), None)}
 

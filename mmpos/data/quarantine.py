@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmpos.data.examples import ImageError, Location, RecordError
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import counted, finite
 from mmpos.support.files import named
 
 __all__ = [
     *("MAX_SKIPPED", "OnError", "Quarantine", "QuarantineFile", "SkipLimit"),
-    *("json_line", "read_quarantine", "skips_images"),
+    *("json_line", "read_quarantine", "reason", "skips_images"),
 ]
 
 OnError = Literal["raise", "skip"]
@@ -29,6 +29,8 @@ MAX_SKIPPED = 0.1
 """Default fraction of records that may be skipped."""
 
 _FIRST, _ALWAYS, _REASONS = 1000, 10, 3  # records of the fraction; records always skipped; reasons in an error
+
+_VARIABLE = re.compile(r"'[^']*'|0x[0-9a-f]+|(?<![\w/.:-])-?\d+(?:\.\d+)?(?![\w/-]|\.\w)")  # quoted texts and numbers
 
 _logger = logging.getLogger(__name__)
 
@@ -63,10 +65,9 @@ class SkipLimit:
         if self._records > _FIRST:
             return
         self._skipped += 1
-        # Reasons that differ only in the record, numbers or quoted text are grouped together.
-        reason = re.sub(r"'[^']*'|[0-9]+", "", message.partition(str(location))[2] or message)
-        self._reasons[reason] += 1
-        self._examples.setdefault(reason, message)
+        said = reason(message, location)
+        self._reasons[said] += 1
+        self._examples.setdefault(said, message)
         self._check(_FIRST, f" of {_FIRST:,}")
 
     def end(self) -> None:
@@ -79,8 +80,8 @@ class SkipLimit:
         if self._skipped <= allowed:
             return
         reasons = "; ".join(
-            f"{counted(count, 'record', ',')} such as {self._examples[reason]}"
-            for reason, count in self._reasons.most_common(_REASONS)
+            f"{counted(count, 'record', ',')} such as {self._examples[said]}"
+            for said, count in self._reasons.most_common(_REASONS)
         )
         more = f"; {len(self._reasons) - _REASONS} more reasons" if len(self._reasons) > _REASONS else ""
         got = f"{self._skipped:,} skipped of the first {counted(self._records, 'record', ',')}"
@@ -104,8 +105,8 @@ class Quarantine:
         self._facts = dict(facts or {})
         self.limit = limit
 
-    def refuse(self, location: Location, raw: object, error: RecordError) -> None:
-        """Raise the error of a record, or count the record, log a warning and keep its line.
+    def refuse(self, location: Location, raw: object, error: RecordError | LimitExceededError) -> str:
+        """Raise the error of a record, or count the record, log a warning, keep its line and return the error's text.
 
         Raises:
             RecordError: the error, if on_error is "raise"; an ImageError's own on_error is used instead.
@@ -114,10 +115,11 @@ class Quarantine:
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
         on_error = error.on_error if isinstance(error, ImageError) else self._on_error
         if on_error == "raise" or self._keep is None:
-            raise error if message == str(error) else RecordError(message) from error
+            raise error if isinstance(error, RecordError) and message == str(error) else RecordError(message) from error
         _logger.warning("skipped a record: %s", message)
         self._keep({**_identity(location, raw), "error": message, **self._facts})
         self.limit.skip(location, message)
+        return message
 
     def drop(self, location: Location, raw: object, errors: Sequence[str]) -> None:
         """Log the images left out of a document, and keep a line that contains their number as dropped_images."""
@@ -126,6 +128,16 @@ class Quarantine:
         if self._keep is not None:
             line = {**_identity(location, raw), "error": message, "dropped_images": len(errors)}
             self._keep({**line, **self._facts})
+
+
+def reason(message: str, location: Location) -> str:
+    """Return what an error says without the record, quoted texts and numbers; digits within names and paths stay.
+
+    >>> reason("a (s[3]): images[1]: got 'x.jpg', want at most 20 in /data/v2/2024", Location("s", 3))
+    'images[…]: got …, want at most … in /data/v2/2024'
+    """
+    said = message.partition(str(location))[2].lstrip("): ") or message
+    return _VARIABLE.sub("…", said)[:200]
 
 
 def skips_images(preprocess: object) -> bool:

@@ -146,7 +146,7 @@ def test_finished_files_are_reused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("input", r"s0\.parquet: got the output of size \d+, want \d+, and modified "),
+        ("input", r"s0\.parquet: got the output of .*s0\.jsonl with size 69, want 138, and modified 20\d\d-\d\d-\d\d \d\d:\d\d:"),
         ("settings", r"_run\.json: got a run with preprocess\.train_markers False, want True; want the same settings"),
         ("file", r"s0\.parquet: got no Parquet file"),
     ],
@@ -225,7 +225,7 @@ def test_skipped_records_are_rows_with_an_error(tmp_path: Path, caplog: pytest.L
     assert list(errors) == [f"{paths[1]}[1]", f"{paths[1]}[3]"]
     assert "images[1]: got the path 'none.jpg'" in errors[f"{paths[1]}[1]"]
     assert len(caplog.records) == 2
-    with pytest.raises(InvalidInputError, match=r"s1\.parquet: got 2 skipped records, want none, or overwrite"):
+    with pytest.raises(InvalidInputError, match=r"s1\.parquet: got 2 skipped records, want none, or replace it with overwrite=True"):
         write_sequences(shards(paths), tmp_path / "out", PAGES)
     corpus(tmp_path, 2, 3)
     write_sequences(shards(paths), tmp_path / "out", PAGES, overwrite=True)
@@ -343,7 +343,7 @@ def test_an_input_named_like_a_further_file_of_another_is_refused(tmp_path: Path
     paths = corpus(tmp_path, 2, 1)
     other = tmp_path / "s0.part00001.jsonl"
     Path(paths[1]).rename(other)
-    with pytest.raises(InvalidInputError, match=r"both of which would become '.*s0\.part00001\.parquet'"):
+    with pytest.raises(InvalidInputError, match=r"got '.*s0\.part00001\.jsonl', .* want a name that is not that of a "):
         write_sequences(shards([paths[0], other]), tmp_path / "out", PAGES)
 
 
@@ -533,14 +533,14 @@ def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[
     captured = capsys.readouterr()
     assert captured.err.startswith("6.0 of 6.0 MB, 5 documents, 1 skipped")
     lines = captured.out.splitlines()
-    assert lines[:5] == ["files       2 in out", "documents   5", "tokens      515", "images      5", "skipped     1"]
+    assert lines[:5] == ["files       2 in out: kept 0, added 2", "documents   5", "tokens      515", "images      5", "skipped     1"]
     assert re.fullmatch(r"speed       [\d,]+ tokens/s", lines[5])
     assert lines[6].startswith("1 × images[…]: got the path …, want a file that exists inside ")
     files = contents(tmp_path / "out")
     assert main(command("s*.jsonl", "--on-error", "skip")) == 0
     captured = capsys.readouterr()
-    assert captured.err == "6.0 of 6.0 MB, 0 documents\n"
-    assert captured.out.splitlines()[0] == "files       2 in out, 2 of them from an earlier run"
+    assert captured.err == "6.0 of 6.0 MB, 5 documents kept\n"
+    assert captured.out.splitlines()[0] == "files       2 in out: kept 2, added 0"
     assert "speed       nothing was left to do" in captured.out
     assert contents(tmp_path / "out") == files
 
@@ -557,12 +557,14 @@ def test_command_options_are_passed_to_the_library(capsys: pytest.CaptureFixture
 
 def test_progress_is_described_with_rates_and_the_remaining_time() -> None:
     counts, reasons = Counts(documents=30, tokens=3000, images=30, skipped=10, images_dropped=1), Counter[str]()
-    progress = Progress(60_000_000, 100_000_000, "bytes", 20_000_000, 20.0, counts, reasons)
+    progress = Progress(60_000_000, 100_000_000, "bytes", 20_000_000, 20.0, counts, Counts(), reasons)
     want = "60 of 100 MB, 30 documents, 10 skipped, 1 image dropped, 2 records/s, 150 tokens/s, 2.0 MB/s, 0:00:20 left"
     assert described(progress) == want
     unknown = replace(progress, read=40, total=None, unit="records", reused=0)
     assert described(unknown) == "40 records, 30 documents, 10 skipped, 1 image dropped, 2 records/s, 150 tokens/s"
     assert described(replace(progress, seconds=0.0)) == "60 of 100 MB, 30 documents, 10 skipped, 1 image dropped"
+    resumed = replace(progress, seconds=0.0, kept=Counts(documents=1000))
+    assert described(resumed) == "60 of 100 MB, 1,000 documents kept, 30 added, 10 skipped, 1 image dropped"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "tar", "tar.gz"])
@@ -731,7 +733,7 @@ def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
         os.close(side)
         output = "".join(everything(terminal))
         assert process.stdout is not None
-        assert process.stdout.read().startswith("files       2 in out\n")
+        assert process.stdout.read().startswith("files       2 in out: kept 0, added 2\n")
     os.close(terminal)
     assert process.returncode == 0
     assert "2 documents" in output

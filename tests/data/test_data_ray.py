@@ -142,7 +142,7 @@ def test_the_command_starts_and_stops_its_own_ray(
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 2, 2)
     assert main(command("s*.jsonl", "--engine", "ray", "--workers", "2")) == 0
-    assert re.match(r"files       2 in out\ndocuments   4\n", capsys.readouterr().out)
+    assert re.match(r"files       2 in out: kept 0, added 2\ndocuments   4\n", capsys.readouterr().out)
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="here")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "here")

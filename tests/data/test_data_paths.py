@@ -212,9 +212,9 @@ def test_errors_name_unknown_schemes_and_missing_packages() -> None:
 def test_errors_of_a_store_keep_their_words_but_not_its_secrets(
     error: Exception, kind: type[OSError], words: str
 ) -> None:
-    with pytest.raises(OSError, match=re.escape(words)) as raised, paths._naming("s3://b/k"):
+    with pytest.raises(OSError, match=re.escape(words)) as raised, paths._store("memory://b/k"):
         raise error
-    assert (type(raised.value), raised.value.filename) == (kind, "s3://b/k")
+    assert (type(raised.value), raised.value.filename) == (kind, "memory://b/k")
     assert raised.value.errno
     assert "hidden" not in f"{raised.value} {raised.value.__cause__}"
 

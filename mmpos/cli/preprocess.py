@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -197,20 +197,11 @@ def preprocess(
 
         with as_typed(paths="INPUT", folder="--output", max_skipped="--max-skipped"):
             readers = shards(inputs)
-            callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
+            options = asdict(work)
+            own = replace(records.preprocess(sequences.builder()), on_image_error=options.pop("on_image_error"))
             logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the files list skipped records
             with stopped_by_sigterm(), report.progress_bar("") as bar:
-                summary = write_sequences(
-                    readers,
-                    output,
-                    callable_,
-                    engine=work.engine,
-                    workers=work.workers,
-                    on_error=work.on_error,
-                    max_skipped=work.max_skipped,
-                    overwrite=work.overwrite,
-                    report=ShownProgress(bar),
-                )
+                summary = write_sequences(readers, output, own, report=_shown(bar), **options)
     except KeyboardInterrupt as stop:
         typer.echo("mmpos: stopped; run the same command to resume", err=True)
         raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
@@ -274,24 +265,20 @@ def _value(name: str, kind: object, value: str) -> object:
         raise InvalidInputError(f"{name}: got {value!r}, want JSON") from None
 
 
-class ShownProgress:
-    """Progress on stderr, with rates and the time left: a bar, or a line every few seconds.
+def _shown(bar: Callable[..., None] | None) -> Callable[[Progress], None]:
+    """Return a function that shows progress on stderr: in a bar, or without one in a line every few seconds."""
+    said_at = time.monotonic()
 
-    Args:
-        bar: function that updates the bar; None writes lines.
-    """
-
-    def __init__(self, bar: Callable[..., None] | None) -> None:
-        self._bar, self._last_line = bar, time.monotonic()
-
-    def __call__(self, progress: Progress) -> None:
-        """Show the progress."""
+    def show(progress: Progress) -> None:
+        nonlocal said_at
         now, words = time.monotonic(), described(progress)
-        if self._bar is not None:
-            self._bar(progress.read, progress.total, words)
-        elif progress.read == progress.total or now - self._last_line > _PAUSE:
+        if bar is not None:
+            bar(progress.read, progress.total, words)
+        elif progress.read == progress.total or now - said_at > _PAUSE:
             typer.echo(words, err=True)
-            self._last_line = now
+            said_at = now
+
+    return show
 
 
 def described(progress: Progress) -> str:
@@ -303,8 +290,10 @@ def described(progress: Progress) -> str:
     digits = 1 if progress.unit == "bytes" and (progress.total or 0) * scale < 100 else 0
     of = "" if progress.total is None else f" of {progress.total * scale:,.{digits}f}"
     words = [f"{progress.read * scale:,.{digits}f}{of} {unit}"]
-    if kept := progress.kept.documents:
-        words += [f"{counted(kept, 'document', ',')} kept", *([f"{counts.documents:,} added"] if records else [])]
+    kept = progress.kept
+    if kept.documents + kept.skipped:
+        words += [f"{counted(kept.documents, 'document', ',')} kept"]
+        words += [f"{counts.documents:,} added"] if records else []
     else:
         words += [counted(counts.documents, "document", ",")]
     words += [f"{counts.skipped:,} skipped"] if counts.skipped else []

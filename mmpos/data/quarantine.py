@@ -30,7 +30,8 @@ MAX_SKIPPED = 0.1
 
 _FIRST, _ALWAYS, _REASONS = 1000, 10, 3  # records of the fraction; records always skipped; reasons in an error
 
-_VARIABLE = re.compile(r"'[^']*'|0x[0-9a-f]+|(?<![\w/.:-])-?\d+(?:\.\d+)?(?![\w/-]|\.\w)")  # quoted texts and numbers
+# Quoted texts, addresses and numbers, but not those within names and paths.
+_VARIABLE = re.compile(r"""(?<!\w)('[^']*'|"[^"]*")|0x[0-9a-f]+|(?<![\w/.:-])-?\d+(\.\d+)?(?![\w/-]|\.\w)""")
 
 _logger = logging.getLogger(__name__)
 

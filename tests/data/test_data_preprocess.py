@@ -40,6 +40,7 @@ from mmpos.data.formats import FORMATS, Obelics
 from mmpos.data.formats.images import Images
 from mmpos.data.job import Counts
 from mmpos.data.preprocess import Progress, Summary, sequence_shards, write_sequences
+from mmpos.data.quarantine import reason
 from mmpos.data.readers import shards
 from mmpos.data.settings import describe, differences
 from mmpos.data.storage import SequenceShard
@@ -116,6 +117,20 @@ def test_dropped_images_are_counted_by_reason_and_stay_with_their_record(tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("message", "want"),
+    [
+        ("a-1 (s[3]): images[1]: got 'x.jpg', want a file in /d/v2/2024", "images[…]: got …, want a file in /d/v2/2024"),
+        ("s[3]: got (16, -2, 1.5), want 3.", "got (…, …, …), want …."),
+        ('s[3]: got "it\'s", want a-1.jpg in s3://b-2/7', "got …, want a-1.jpg in s3://b-2/7"),
+        ("s[3]: can't read <_io.BytesIO object at 0x7f01ab>", "can't read <_io.BytesIO object at …>"),
+        ("no location 12", "no location …"),
+    ],
+)  # fmt: skip
+def test_reasons_leave_out_records_quoted_texts_and_numbers_but_not_paths(message: str, want: str) -> None:
+    assert reason(message, Location("s", 3)) == want
+
+
 def test_skip_document_skips_only_documents_with_broken_images(tmp_path: Path) -> None:
     readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
     skipping = replace(PAGES, on_image_error="skip-document")
@@ -146,7 +161,10 @@ def test_finished_files_are_reused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("input", r"s0\.parquet: got the output of .*s0\.jsonl with size 69, want 138, and modified 20\d\d-\d\d-\d\d \d\d:\d\d:"),
+        (
+            "input",
+            r"s0\.parquet: got the output of .*s0\.jsonl with size 69, want 138, and modified 20\d\d-\d\d-\d\d \d\d:\d\d:",
+        ),
         ("settings", r"_run\.json: got a run with preprocess\.train_markers False, want True; want the same settings"),
         ("file", r"s0\.parquet: got no Parquet file"),
     ],
@@ -225,7 +243,9 @@ def test_skipped_records_are_rows_with_an_error(tmp_path: Path, caplog: pytest.L
     assert list(errors) == [f"{paths[1]}[1]", f"{paths[1]}[3]"]
     assert "images[1]: got the path 'none.jpg'" in errors[f"{paths[1]}[1]"]
     assert len(caplog.records) == 2
-    with pytest.raises(InvalidInputError, match=r"s1\.parquet: got 2 skipped records, want none, or replace it with overwrite=True"):
+    with pytest.raises(
+        InvalidInputError, match=r"s1\.parquet: got 2 skipped records, want none, or replace it with overwrite=True"
+    ):
         write_sequences(shards(paths), tmp_path / "out", PAGES)
     corpus(tmp_path, 2, 3)
     write_sequences(shards(paths), tmp_path / "out", PAGES, overwrite=True)
@@ -308,13 +328,29 @@ def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> N
         sequence_shards(tmp_path / "out")
 
 
-def test_shards_are_added_to_a_folder_only_with_the_same_settings(tmp_path: Path) -> None:
-    first, second = shards(corpus(tmp_path, 2, 1))
-    write_sequences([first], tmp_path / "out", PAGES)
+def test_further_inputs_are_added_changed_ones_are_refused_and_those_not_given_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = shards(corpus(tmp_path, 3, 1))
+    out = tmp_path / "out"
+    assert write_sequences([first, second], out, PAGES).others == ()
     with pytest.raises(InvalidInputError, match=r"_run\.json: got a run with preprocess\.train_markers False"):
-        write_sequences([second], tmp_path / "out", replace(PAGES, train_markers=True))
-    write_sequences([second], tmp_path / "out", PAGES)
-    assert keys(tmp_path / "out") == ["0-0", "1-0"]
+        write_sequences([third], out, replace(PAGES, train_markers=True))
+    added = write_sequences([second, third], out, PAGES)
+    assert (reused(added), added.others) == ([True, False], ("s0.jsonl",))
+    assert keys(out) == ["0-0", "1-0", "2-0"]
+    assert main(command(second.source)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "files       1 in out: kept 1, added 0"
+    assert "not given   2 inputs of earlier runs, with files in it: s0.jsonl, s2.jsonl" in lines
+    correct(second.source)
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    changed = (
+        r"s1\.parquet: got the output of .*s1\.jsonl with modified 20.* UTC, want 1970-01-01 00:00:00\.000000001 UTC; "
+    )
+    with pytest.raises(InvalidInputError, match=changed):
+        write_sequences([third, second], out, PAGES)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_a_run_killed_before_its_first_file_owns_its_folder_and_a_failed_one_does_not(tmp_path: Path) -> None:
@@ -352,6 +388,10 @@ def test_a_folder_that_no_run_finished_is_refused(tmp_path: Path) -> None:
     out.mkdir()
     with pytest.raises(InvalidInputError, match=r"without _run\.json, want a folder written by mmpos preprocess"):
         sequence_shards(out)
+    Path("a.parquet").touch()
+    for name, want in (("none", "an existing folder"), ("a.parquet", "a folder; SequenceShard opens a file")):
+        with pytest.raises(InvalidInputError, match=f"^folder: got '{name}', want {want}$"):
+            sequence_shards(name)
     write_sequences(shards(corpus(tmp_path, 1, 1)), out, PAGES)
     with pytest.raises(InvalidInputError, match=r"_run\.json: settings: got preprocess\.train_markers False"):
         sequence_shards(out, replace(PAGES, train_markers=True))
@@ -533,7 +573,13 @@ def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[
     captured = capsys.readouterr()
     assert captured.err.startswith("6.0 of 6.0 MB, 5 documents, 1 skipped")
     lines = captured.out.splitlines()
-    assert lines[:5] == ["files       2 in out: kept 0, added 2", "documents   5", "tokens      515", "images      5", "skipped     1"]
+    assert lines[:5] == [
+        "files       2 in out: kept 0, added 2",
+        "documents   5",
+        "tokens      515",
+        "images      5",
+        "skipped     1",
+    ]
     assert re.fullmatch(r"speed       [\d,]+ tokens/s", lines[5])
     assert lines[6].startswith("1 × images[…]: got the path …, want a file that exists inside ")
     files = contents(tmp_path / "out")
@@ -682,17 +728,19 @@ if __name__ == "__main__":
 """
 
 
-def interrupt(arguments: list[str], ready: Callable[[int], bool]) -> tuple[int, str, str]:
-    """Send Ctrl-C to the process group once the program is ready; return the program's exit code, stdout and stderr."""
+def interrupt(
+    arguments: list[str], ready: Callable[[int], bool], number: signal.Signals = signal.SIGINT, group: bool = True
+) -> tuple[int, str, str]:
+    """Send a signal to a program or its process group once it is ready; return its exit code, stdout and stderr."""
     pipe: Any = subprocess.PIPE
     with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         while not ready(process.pid):
             assert process.poll() is None, process.communicate()
             time.sleep(0.005)
-        group = [process.pid, *descendants(process.pid)]
-        os.killpg(process.pid, signal.SIGINT)
+        family = [process.pid, *descendants(process.pid)]
+        (os.killpg if group else os.kill)(process.pid, number)
         out, err = process.communicate(timeout=120)
-    assert eventually(lambda: not any(map(alive, group))), "workers outlive their parent"
+    assert eventually(lambda: not any(map(alive, family))), "workers outlive their parent"
     return process.returncode, out, err
 
 
@@ -705,20 +753,27 @@ def test_an_interrupt_does_not_wait_for_records(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == {}
 
 
-@pytest.mark.parametrize("moment", ["workers start", pytest.param("workers write", marks=pytest.mark.slow)])
-def test_an_interrupted_command_stops_its_workers_and_prints_one_message(tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "group", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, True, 143), (signal.SIGTERM, False, 143)],
+    ids=["ctrl-c", "sigterm to all", "sigterm"],
+)
+@pytest.mark.parametrize("moment", ["workers start", pytest.param("workers write", marks=pytest.mark.slow), "alone"])
+def test_a_stopped_command_stops_its_workers_leaves_nothing_and_prints_one_message(
+    tmp_path: Path, moment: str, number: signal.Signals, group: bool, code: int
+) -> None:
     corpus(tmp_path, 8, 200)
-    out = tmp_path / "out"
+    out, workers = tmp_path / "out", 1 if moment == "alone" else 2
 
     def ready(pid: int) -> bool:
         if moment == "workers start":  # not counting the resource tracker
             return sum(b"spawn_main" in read_proc(child, "cmdline") for child in descendants(pid)) == 2
-        return len(list(out.glob(".*.tmp"))) == 2
+        return len(list(out.glob(".*.parquet.*.tmp"))) == workers
 
-    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", "2")]
-    code, printed, errors = interrupt(arguments, ready)
+    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--workers", str(workers))]
+    ended, printed, errors = interrupt(arguments, ready, number, group)
     *progress, last = errors.splitlines()
-    assert (code, printed, last) == (130, "", "mmpos: stopped; run the same command to resume")
+    assert (ended, printed, last) == (code, "", "mmpos: stopped; run the same command to resume")
     assert all(re.fullmatch(r"[\d.]+ of [\d.]+ kB, [^\n]+", line) for line in progress), errors
     assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -72,7 +73,20 @@ def test_an_empty_batch_stays_empty() -> None:
         (lambda: STAGE([1]), "block: got list, want an Arrow table, or numpy columns or lists by name"),
         (lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}), "block: got columns of 2, 3 rows, want equal numbers"),
         (lambda: STAGE({"txt": np.zeros(2)}), "path: got no column 'path', want one of txt"),
-        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one value per record"),
+        (
+            lambda: STAGE({"txt": np.array("a")}),
+            "block: got ndarray in the column 'txt', want an array or a list of values; Dataset.map passes batches if "
+            "batched=True",
+        ),
+        (
+            lambda: datasets.Dataset.from_list(RECORDS).map(STAGE),
+            "block: got bytes in the column 'jpg', want an array or a list of values; Dataset.map passes batches if "
+            "batched=True",
+        ),
+        (
+            lambda: datasets.Dataset.from_list(RECORDS).with_format("arrow").map(STAGE, with_indices=True),
+            "indices: got 0, want a number for each record; Dataset.map passes batches if batched=True",
+        ),
         (
             lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}, [5]),
             "preprocess: got NoneType for records[5], want an Example",

@@ -120,7 +120,7 @@ def test_dropped_images_are_counted_by_reason_and_stay_with_their_record(tmp_pat
 @pytest.mark.parametrize(
     ("message", "want"),
     [
-        ("a-1 (s[3]): images[1]: got 'x.jpg', want a file in /d/v2/2024", "images[…]: got …, want a file in /d/v2/2024"),
+        ("a-1 (s[3]): images[1]: got 'x.jpg', want one in /d/v2/2024", "images[…]: got …, want one in /d/v2/2024"),
         ("s[3]: got (16, -2, 1.5), want 3.", "got (…, …, …), want …."),
         ('s[3]: got "it\'s", want a-1.jpg in s3://b-2/7', "got …, want a-1.jpg in s3://b-2/7"),
         ("s[3]: can't read <_io.BytesIO object at 0x7f01ab>", "can't read <_io.BytesIO object at …>"),
@@ -163,7 +163,7 @@ def test_finished_files_are_reused(tmp_path: Path) -> None:
     [
         (
             "input",
-            r"s0\.parquet: got the output of .*s0\.jsonl with size 69, want 138, and modified 20\d\d-\d\d-\d\d \d\d:\d\d:",
+            r"s0\.parquet: got the output of .*s0\.jsonl with size 69, want 138, and modified 20\d\d-\d\d-\d\d \d\d:",
         ),
         ("settings", r"_run\.json: got a run with preprocess\.train_markers False, want True; want the same settings"),
         ("file", r"s0\.parquet: got no Parquet file"),

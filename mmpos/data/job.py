@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from mmpos.data import paths
@@ -150,22 +150,13 @@ def facts_of_input(reader: Reader) -> dict[str, object]:
     return {"source": paths.base_name(path)} | (paths.facts_of(path) if is_file else {"records": reader.count()})
 
 
-@dataclass(frozen=True)
 class PartJob:
     """Work done on every part with the arguments of write_sequences; picklable if its callable is."""
 
-    preprocess: MakeExample
-    on_error: OnError = "raise"
-    max_skipped: float = MAX_SKIPPED
-    stage: Stage = field(init=False, repr=False, compare=False)
-    limit: SkipLimit = field(init=False, repr=False, compare=False)
-    settings: Mapping[str, object] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stage", Stage(self.preprocess))
-        one_of("on_error", self.on_error, ("raise", "skip"))
-        object.__setattr__(self, "settings", settings_of(self.preprocess))
-        object.__setattr__(self, "limit", SkipLimit(self.max_skipped))
+    def __init__(self, preprocess: MakeExample, on_error: OnError = "raise", max_skipped: float = MAX_SKIPPED) -> None:
+        one_of("on_error", on_error, ("raise", "skip"))
+        self._stage, self._limit = Stage(preprocess), SkipLimit(max_skipped)
+        self.preprocess, self.on_error, self.settings = preprocess, on_error, settings_of(preprocess)
 
     def run(self, task: Task) -> Generator[Step, None, None]:
         """Write the unfinished files of a task, as ``write`` does."""
@@ -186,13 +177,13 @@ class PartJob:
             return Step(task.number, part.number, output, is_finished)
 
         with SequenceWriter(path) as writer:
-            quarantine = Quarantine(self.on_error, lambda line: None, self.limit)  # the rows hold the errors
+            quarantine = Quarantine(self.on_error, lambda line: None, self._limit)  # the rows hold the errors
             for number, (here, raw) in enumerate(part.records):
-                self.limit.read()
+                self._limit.read()
                 try:
                     if isinstance(raw, RecordError):
                         raise raw
-                    example = self.stage.example(raw, here)
+                    example = self._stage.example(raw, here)
                     writer.write(example)
                 except (RecordError, LimitExceededError) as error:
                     message = quarantine.refuse(here, raw, error)
@@ -200,23 +191,20 @@ class PartJob:
                     counts += Counts(skipped=1)
                     reasons[reason(message, here)] += 1
                 else:
-                    dropped = example.dropped_images
+                    dropped, images = example.dropped_images, len(example.sequence.grid_thw)
+                    counts += Counts(1, example.num_tokens, images, images_dropped=len(dropped))
                     if dropped:
                         quarantine.drop(here, raw, dropped)
                         reasons.update(f"image: {reason(error, here)}" for error in dropped)
-                    images = len(example.sequence.grid_thw)
-                    counts += Counts(1, example.num_tokens, images, images_dropped=len(dropped))
                 yield step(part.read * number // len(part.records))
-            self.limit.end()
+            self._limit.end()
             writer.facts = {
                 "input": task.facts,
                 "settings": self.settings,
                 "counts": asdict(counts),
                 "reasons": reasons,
-                "stop": part.stop,
-                "read": part.read,
-                "is_last": part.is_last,
             }
+            writer.facts |= {"stop": part.stop, "read": part.read, "is_last": part.is_last}
         yield step(part.read, True)
 
 

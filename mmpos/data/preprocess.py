@@ -13,13 +13,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from multiprocessing.pool import ThreadPool
 from operator import add, itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mmpos.data import paths
 from mmpos.data.engines import run_local, run_ray
@@ -165,7 +165,7 @@ def write_sequences(
         finally:
             _sweep(where)
             run = _read_run(where)
-            if run is None or run.inputs.keys().isdisjoint(_files(where)):
+            if run is None or run["inputs"].keys().isdisjoint(_files(where)):
                 paths.remove(paths.join(where, _RUN))  # a run that failed without a file does not own the folder
         progress.report(is_finished=True)
     return Summary(progress.outputs, time.monotonic() - begun, others)
@@ -206,17 +206,17 @@ def _locked(folder: str) -> Iterator[None]:
     if paths.is_url(folder):
         yield
         return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # the file system may have no locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                got = f"{folder!r}, to which another run is writing"
-                raise InvalidInputError(f"folder: got {got}, want one run at a time") from None
+    with ExitStack() as stack:
+        descriptor = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            got = f"{folder!r}, to which another run is writing"
+            raise InvalidInputError(f"folder: got {got}, want one run at a time") from None
+        except OSError:  # the file system has no locks
+            pass
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _sweep(folder: str) -> None:
@@ -232,22 +232,13 @@ def _is_ours(name: str) -> bool:
     return name == _RUN or (name.endswith(".parquet") and "/" not in name)
 
 
-class _Run(NamedTuple):
-    """Content of the file that a run writes first: its settings, and the facts of each input by the stem of its files.
-
-    The inputs include those of earlier runs whose files are in the folder.
-    """
-
-    settings: Mapping[str, object]
-    inputs: dict[str, Mapping[str, Any]]
-
-
-def _read_run(folder: str) -> _Run | None:
+def _read_run(folder: str) -> dict[str, dict[str, Any]] | None:
+    """Read what a run writes first: its settings, and the facts of its inputs and earlier ones by stem of the files."""
     path = paths.join(folder, _RUN)
     try:
         with paths.open_file(path) as file:
             stored = json.load(file)
-        return _Run(dict(stored["settings"]), dict(stored["inputs"]))
+        return {name: dict(stored[name]) for name in ("settings", "inputs")}
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError) as error:
@@ -275,10 +266,10 @@ def _resumed(
     run, kept, left = None, list[Step](), list[Task]()
     with suppress(InvalidInputError) if overwrite else nullcontext():
         run = _read_run(folder)
-    run = run or _Run(job.settings, {})
+    run = run or {"settings": dict(job.settings), "inputs": {}}
     given = {paths.base_name(task.prefix): task.facts for task in tasks}
-    others = {stem: facts for stem, facts in run.inputs.items() if stem not in given}
-    files, other = _files(folder), differences(run.settings, job.settings)
+    others = {stem: facts for stem, facts in run["inputs"].items() if stem not in given}
+    files, other = _files(folder), differences(run["settings"], job.settings)
     if overwrite:
         for stem in [*given, *(others if other else ())]:
             for path in files.pop(stem, {}).values():
@@ -390,17 +381,17 @@ def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | No
         if preprocess is not None or not files:
             raise InvalidInputError(f"folder: got {where!r} without {_RUN}, want a folder written by mmpos preprocess")
         return [SequenceShard(file) for _, parts in sorted(files.items()) for _, file in sorted(parts.items())]
-    if preprocess is not None and (other := differences(run.settings, settings_of(preprocess))):
+    if preprocess is not None and (other := differences(run["settings"], settings_of(preprocess))):
         raise InvalidInputError(f"{path}: settings: got {', and '.join(other)}")
-    inputs = {stem: [SequenceShard(file) for _, file in sorted(files.get(stem, {}).items())] for stem in run.inputs}
+    inputs = {stem: [SequenceShard(file) for _, file in sorted(files.get(stem, {}).items())] for stem in run["inputs"]}
     shards = [shard for stem in sorted(inputs) for shard in inputs[stem]]
     with ThreadPool(_THREADS) as threads:
         facts = dict(zip(shards, threads.map(lambda shard: shard.facts, shards), strict=True))
     for shard in shards:
-        if other := differences(facts[shard].get("settings", {}), run.settings):
+        if other := differences(facts[shard].get("settings", {}), run["settings"]):
             raise InvalidInputError(f"{shard.path}: settings: got {', and '.join(other)} as {path} says")
     for stem, parts in sorted(inputs.items()):
         if not parts or not facts[parts[-1]]["is_last"] or len(parts) != max(files[stem]) + 1:
-            got = f"{len(parts)} of the files of {run.inputs[stem]['source']}"
+            got = f"{len(parts)} of the files of {run['inputs'][stem]['source']}"
             raise InvalidInputError(f"{path}: got {got}, want all; run mmpos preprocess again to finish them")
     return shards

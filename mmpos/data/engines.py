@@ -10,10 +10,9 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
@@ -21,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from mmpos.data.job import PartJob, Step, Task
+from mmpos.data.job import Job, Step, Task
 from mmpos.data.paths import is_url
 from mmpos.support.extras import needed_for
 from mmpos.support.interrupts import no_interrupts
@@ -31,7 +30,7 @@ __all__ = ["run_local", "run_ray"]
 _PAUSE = 0.1  # seconds between two messages from a worker
 
 
-def run_local(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+def run_local(job: Job, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     """Run the tasks on this machine, several at a time in processes, each of which has a pipe to this one.
 
     Raises:
@@ -130,13 +129,13 @@ def _raise(result: bytes) -> Any:
     return value
 
 
-def run_ray(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
+def run_ray(job: Job, tasks: Sequence[Task], workers: int) -> Generator[Step, None, None]:
     """Run the tasks as a Ray Data pipeline: Ray reads, maps, writes, and repeats the work of a machine that dies.
 
     The pipeline runs in the cluster that Ray is connected to; else in the one that RAY_ADDRESS names or that runs on
-    this machine; else in one started for the pipeline and stopped at the end. A row is a part of an input with its raw
-    records, and becomes a file that is written whole, so repeated work writes the same bytes. Inputs and outputs must
-    have the same paths on all machines; relative paths are resolved against the current folder of this process.
+    this machine; else in one started for the pipeline and stopped at the end. A row is an input, whose files are
+    written whole, so repeated work writes the same bytes. Inputs and outputs must have the same paths on all machines;
+    relative paths are resolved against the current folder of this process.
     """
     with needed_for("the ray engine", extra="ray"):
         import ray
@@ -145,72 +144,42 @@ def run_ray(job: PartJob, tasks: Sequence[Task], workers: int) -> Generator[Step
     if not tasks:
         return
     with _connected(ray):
-        dumps: Callable[[object], bytes] = ray.cloudpickle.dumps  # also pickles readers defined in a script
+        dumps: Any = ray.cloudpickle.dumps  # also pickles readers defined in a script
         rows = [{"task": dumps(replace(task, prefix=_absolute(task.prefix)))} for task in tasks]
         actors = ray.data.ActorPoolStrategy(
             min_size=1, max_size=workers, initial_size=workers, max_tasks_in_flight_per_actor=2
         )
-        options: Any = {"batch_size": 1, "batch_format": "pyarrow"}
-        parts = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-            partial(_read, folder=os.getcwd(), dumps=dumps),
-            compute=ray.data.TaskPoolStrategy(workers),
-            num_cpus=_READER_CPUS,
-            **options,
+        options: Any = {"batch_size": 1, "batch_format": "pyarrow", "compute": actors, "num_cpus": 1}
+        steps = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+            TaskRunner, fn_constructor_args=(job, os.getcwd()), **options
         )
-        steps = parts.map_batches(
-            PartWriter, fn_constructor_args=(job, os.getcwd()), compute=actors, num_cpus=1 - _READER_CPUS, **options
-        )
-        steps.context.target_max_block_size = _BLOCK_BYTES
+        steps.context.target_max_block_size = 1  # each finished file is reported at once
         steps.context.enable_progress_bars = False  # the caller reports progress itself
         steps.context.print_on_execution_start = False
         for row in steps.iter_rows():
             yield _raise(row["step"])
 
 
-_BLOCK_BYTES = 2**26  # a part fills a block
-_READER_CPUS = 0.25  # fraction of a CPU that a reader gets; an actor gets the rest
+class TaskRunner:
+    """Callable that an actor runs for ``map_batches``: writes the files of an input and returns their last steps."""
 
-
-def _read(batch: pa.Table, folder: str, dumps: Callable[[object], bytes]) -> Iterator[pa.Table]:
-    """Read an input into one row per part; if reading fails, a row holds the error."""
-    _change_folder(folder)
-    (task,) = (pickle.loads(row.as_buffer()) for row in batch["task"])
-    try:
-        for part in task.parts():
-            yield _row(dumps((task, part)))
-    except Exception as error:
-        yield _row(dumps(_portable(error)))
-
-
-def _row(content: bytes) -> pa.Table:
-    return pa.table({"part": pa.array([content], pa.large_binary())})
-
-
-class PartWriter:
-    """Callable that an actor runs for ``map_batches``: writes the file of a part and returns its last step as a row."""
-
-    def __init__(self, job: PartJob, folder: str) -> None:
+    def __init__(self, job: Job, folder: str) -> None:
         self._job = job
-        _change_folder(folder)
+        with suppress(OSError):  # the folder may not exist on another machine
+            os.chdir(folder)
 
-    def __call__(self, rows: pa.Table) -> dict[str, list[bytes]]:
-        """Write the part of one row; an error is returned as a value, since Ray would wrap a raised one."""
-        content = pickle.loads(rows["part"][0].as_buffer())
-        if not isinstance(content, Exception):
-            try:
-                *_, content = self._job.write(*content)
-            except Exception as error:
-                content = _portable(error)
-        return {"step": [pickle.dumps(content)]}
+    def __call__(self, rows: pa.Table) -> Iterator[dict[str, list[bytes]]]:
+        """Run the task of one row; an error is returned as a value, since Ray would wrap a raised one."""
+        try:
+            for step in self._job.run(pickle.loads(rows["task"][0].as_buffer())):
+                if step.is_finished:
+                    yield {"step": [pickle.dumps(step)]}
+        except Exception as error:
+            yield {"step": [pickle.dumps(_portable(error))]}
 
 
 def _absolute(path: str) -> str:
     return path if is_url(path) else os.path.abspath(path)
-
-
-def _change_folder(folder: str) -> None:
-    with suppress(OSError):  # the folder may not exist on another machine
-        os.chdir(folder)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""The work of a run: read an input in parts, and write each part to a file that holds its settings."""
+"""The work of a run: read the records of an input, and write them to files that hold their settings."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from mmpos.data.storage import SequenceWriter
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import one_of
 
-__all__ = ["Counts", "Output", "Part", "PartJob", "Step", "Task", "facts_of_input", "settings_of"]
+__all__ = ["Counts", "Job", "Output", "Step", "Task", "facts_of_input", "settings_of"]
 
 PART_BYTES = 64 * 2**20
 """Bytes of texts and undecoded images after which a file ends; the record that reaches this size is its last."""
@@ -75,16 +75,6 @@ class Step(NamedTuple):
     is_finished: bool
 
 
-class Part(NamedTuple):
-    """Records of one file."""
-
-    number: int  # of the file among those of its input
-    stop: int  # index of the first record after the part
-    read: int  # bytes, or records, of the input
-    records: list[tuple[Location, Raw]]
-    is_last: bool
-
-
 @dataclass(frozen=True)
 class Task:
     """Input, and the files to make from it."""
@@ -93,45 +83,16 @@ class Task:
     reader: Reader
     prefix: str  # path of the files without number and suffix
     facts: Mapping[str, Any]  # facts that identify the input
-    begin: tuple[int, int, int] = (0, 0, 0)  # first part to write, its first record, and what was read before it
-    finished: frozenset[int] = frozenset()  # parts that exist
+    begin: tuple[int, int, int] = (0, 0, 0)  # first file to write, its first record, and what was read before it
 
     @property
     def size(self) -> int:
         """Bytes or records of the input; 0 if that is unknown."""
         return int(self.facts.get("size") or self.facts.get("records") or 0)
 
-    def output(self, part: int = 0) -> str:
-        """Return the path of the file of a part."""
+    def output(self, part: int) -> str:
+        """Return the path of a file."""
         return f"{self.prefix}.part{part:05}.parquet" if part else f"{self.prefix}.parquet"
-
-    def parts(self) -> Iterator[Part]:
-        """Read the unfinished parts of the input; their boundaries depend only on the records.
-
-        Raises:
-            InvalidInputError: the input changed while it was read; raised before the last part.
-        """
-        number, stop, position = self.begin
-        rows, first = self.reader.count(), position - paths.BytesRead.total
-        records = self.reader.records(stop)
-        ahead = next(records, None)
-        while True:
-            held, size, before = [], 0, position
-            while ahead is not None and size < PART_BYTES:
-                held.append(ahead)
-                size += _size(ahead[1])
-                ahead = next(records, None)
-            stop = held[-1][0].index + 1 if held else stop
-            if ahead is None and facts_of_input(self.reader) != self.facts:
-                want = "want one that does not change"
-                raise InvalidInputError(f"{self.reader.source}: got a file that changed while it was read, {want}")
-            position = self.size * stop // rows if rows else min(first + paths.BytesRead.total, self.size)
-            position = self.size if ahead is None else position
-            if number not in self.finished:
-                yield Part(number, stop, position - before, held, ahead is None)
-            if ahead is None:
-                return
-            number += 1
 
 
 def _size(value: object) -> int:
@@ -150,8 +111,8 @@ def facts_of_input(reader: Reader) -> dict[str, object]:
     return {"source": paths.base_name(path)} | (paths.facts_of(path) if is_file else {"records": reader.count()})
 
 
-class PartJob:
-    """Work done on every part with the arguments of write_sequences; picklable if its callable is."""
+class Job:
+    """Work done on every input with the arguments of write_sequences; picklable if its callable is."""
 
     def __init__(self, preprocess: MakeExample, on_error: OnError = "raise", max_skipped: float = MAX_SKIPPED) -> None:
         one_of("on_error", on_error, ("raise", "skip"))
@@ -159,53 +120,60 @@ class PartJob:
         self.preprocess, self.on_error, self.settings = preprocess, on_error, settings_of(preprocess)
 
     def run(self, task: Task) -> Generator[Step, None, None]:
-        """Write the unfinished files of a task, as ``write`` does."""
-        for part in task.parts():
-            yield from self.write(task, part)
+        """Write the files of an input that are left; yield a step after each record and after each file.
 
-    def write(self, task: Task, part: Part) -> Generator[Step, None, None]:
-        """Write the file of a part; yield a step after each record, and one when the file is finished.
+        The records that a file holds depend only on the records, so every run writes the same files.
 
         Raises:
             RecordError: a record is unusable, and on_error is "raise".
-            InvalidInputError: this process skipped more records than max_skipped allows.
+            InvalidInputError: this process skipped more records than max_skipped allows, or the input changed while it
+                was read, which is noticed before the last file is finished.
         """
-        counts, reasons, path = Counts(), Counter[str](), task.output(part.number)
+        part, stop, position = task.begin
+        rows, first = task.reader.count(), position - paths.BytesRead.total
+        records = task.reader.records(stop)
+        ahead, is_last = next(records, None), False
+        while not is_last:
+            path, counts, reasons, size, before = task.output(part), Counts(), Counter[str](), 0, position
+            with SequenceWriter(path) as writer:
+                while ahead is not None and size < PART_BYTES:
+                    counts += self._write(writer, reasons, *ahead)
+                    stop, size = ahead[0].index + 1, size + _size(ahead[1])
+                    ahead = next(records, None)
+                    position = task.size * stop // rows if rows else min(first + paths.BytesRead.total, task.size)
+                    output = Output(task.reader.source, path, position - before, counts, reasons, False)
+                    yield Step(task.number, part, output, False)
+                if is_last := ahead is None:
+                    position = task.size
+                    if facts_of_input(task.reader) != task.facts:
+                        got = "got a file that changed while it was read, want one that does not change"
+                        raise InvalidInputError(f"{task.reader.source}: {got}")
+                self._limit.end()
+                output = Output(task.reader.source, path, position - before, counts, reasons, False)
+                writer.facts = {"input": task.facts, "settings": self.settings, "counts": asdict(counts)}
+                writer.facts |= {"reasons": reasons, "stop": stop, "read": output.read, "is_last": is_last}
+            yield Step(task.number, part, output, True)
+            part += 1
 
-        def step(read: int, is_finished: bool = False) -> Step:
-            output = Output(task.reader.source, path, read, counts, reasons, False)
-            return Step(task.number, part.number, output, is_finished)
-
-        with SequenceWriter(path) as writer:
-            quarantine = Quarantine(self.on_error, lambda line: None, self._limit)  # the rows hold the errors
-            for number, (here, raw) in enumerate(part.records):
-                self._limit.read()
-                try:
-                    if isinstance(raw, RecordError):
-                        raise raw
-                    example = self._stage.example(raw, here)
-                    writer.write(example)
-                except (RecordError, LimitExceededError) as error:
-                    message = quarantine.refuse(here, raw, error)
-                    writer.refuse(str(here), message)
-                    counts += Counts(skipped=1)
-                    reasons[reason(message, here)] += 1
-                else:
-                    dropped, images = example.dropped_images, len(example.sequence.grid_thw)
-                    counts += Counts(1, example.num_tokens, images, images_dropped=len(dropped))
-                    if dropped:
-                        quarantine.drop(here, raw, dropped)
-                        reasons.update(f"image: {reason(error, here)}" for error in dropped)
-                yield step(part.read * number // len(part.records))
-            self._limit.end()
-            writer.facts = {
-                "input": task.facts,
-                "settings": self.settings,
-                "counts": asdict(counts),
-                "reasons": reasons,
-            }
-            writer.facts |= {"stop": part.stop, "read": part.read, "is_last": part.is_last}
-        yield step(part.read, True)
+    def _write(self, writer: SequenceWriter, reasons: Counter[str], here: Location, raw: Raw) -> Counts:
+        """Write the row of a record, and return its counts."""
+        self._limit.read()
+        quarantine = Quarantine(self.on_error, lambda line: None, self._limit)  # the rows hold the errors
+        try:
+            if isinstance(raw, RecordError):
+                raise raw
+            example = self._stage.example(raw, here)
+            writer.write(example)
+        except (RecordError, LimitExceededError) as error:
+            message = quarantine.refuse(here, raw, error)
+            writer.refuse(str(here), message)
+            reasons[reason(message, here)] += 1
+            return Counts(skipped=1)
+        dropped = example.dropped_images
+        if dropped:
+            quarantine.drop(here, raw, dropped)
+            reasons.update(f"image: {reason(error, here)}" for error in dropped)
+        return Counts(1, example.num_tokens, len(example.sequence.grid_thw), images_dropped=len(dropped))
 
 
 def settings_of(preprocess: MakeExample) -> dict[str, object]:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from mmpos.data import paths
 from mmpos.data.engines import run_local, run_ray
 from mmpos.data.examples import MakeExample
-from mmpos.data.job import Counts, Output, PartJob, Step, Task, facts_of_input, settings_of
+from mmpos.data.job import Counts, Job, Output, Step, Task, facts_of_input, settings_of
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, skips_images
 from mmpos.data.readers import SUFFIXES, Reader
 from mmpos.data.settings import differences
@@ -149,7 +149,7 @@ def write_sequences(
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     boolean("overwrite", overwrite)
-    job, begun = PartJob(preprocess, on_error, max_skipped), time.monotonic()
+    job, begun = Job(preprocess, on_error, max_skipped), time.monotonic()
     where = paths.checked_path("folder", folder)
     tasks = _tasks(readers, where)
     paths.make_folder(where)
@@ -255,7 +255,7 @@ def _files(folder: str) -> dict[str, dict[int, str]]:
 
 
 def _resumed(
-    job: PartJob, tasks: Sequence[Task], folder: str, overwrite: bool
+    job: Job, tasks: Sequence[Task], folder: str, overwrite: bool
 ) -> tuple[list[Task], list[Step], tuple[str, ...]]:
     """Record the run in the folder; return the tasks left to do, the finished files and the inputs not given.
 
@@ -288,7 +288,7 @@ def _resumed(
     return left, kept, tuple(facts["source"] for facts in others.values())
 
 
-def _left(job: PartJob, files: Mapping[str, Mapping[int, str]], task: Task) -> tuple[Task | None, list[Step]]:
+def _left(job: Job, files: Mapping[str, Mapping[int, str]], task: Task) -> tuple[Task | None, list[Step]]:
     """Return what is left of a task, or None, and its finished files, whose footers are checked."""
     steps, begin, is_whole = list[Step](), (0, 0, 0), False
     parts = files.get(paths.base_name(task.prefix), {})
@@ -304,11 +304,11 @@ def _left(job: PartJob, files: Mapping[str, Mapping[int, str]], task: Task) -> t
         counts = Counts(**facts["counts"])
         if counts.skipped and job.on_error == "raise" and not skips_images(job.preprocess):
             raise InvalidInputError(f"{path}: got {counts.skipped} skipped records, want none, {_REPLACE}")
-        output = Output(task.reader.source, path, facts["read"], counts, facts["reasons"], True)
-        steps.append(Step(task.number, number, output, True))
-        if number == begin[0]:
+        if number == begin[0]:  # a file after a missing one is written again
+            output = Output(task.reader.source, path, facts["read"], counts, facts["reasons"], True)
+            steps.append(Step(task.number, number, output, True))
             is_whole, begin = facts["is_last"], (number + 1, facts["stop"], begin[2] + facts["read"])
-    return None if is_whole else replace(task, begin=begin, finished=frozenset(parts)), steps
+    return None if is_whole else replace(task, begin=begin), steps
 
 
 class _Progress:

@@ -278,7 +278,7 @@ NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("missing", [[0], [1], [2], [0, 2], [1, 2]])
-def test_only_missing_files_of_an_input_are_written_again(tmp_path: Path, missing: list[int]) -> None:
+def test_an_input_is_continued_from_its_first_missing_file(tmp_path: Path, missing: list[int]) -> None:
     readers, out, seen = shards(corpus(tmp_path, 2, 5)), tmp_path / "out", list[str]()
     write_sequences(readers, out, PAGES)
     files = contents(out)
@@ -297,8 +297,8 @@ def test_only_missing_files_of_an_input_are_written_again(tmp_path: Path, missin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "settings_of", lambda _: settings)
         again = write_sequences(readers, out, counting)
-    assert seen == [f"0-{i}" for part in missing for i in (2 * part, 2 * part + 1) if i < 5]
-    assert reused(again) == [part not in missing for part in range(3)] + [True] * 3
+    assert seen == [f"0-{i}" for i in range(2 * missing[0], 5)]
+    assert reused(again) == [part < missing[0] for part in range(3)] + [True] * 3
     assert contents(out) == files
 
 

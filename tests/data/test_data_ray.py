@@ -85,9 +85,9 @@ def test_a_local_function_can_preprocess(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_several_actors_write_a_shard_in_the_same_parts_as_the_local_engine(tmp_path: Path) -> None:
+def test_a_large_input_becomes_the_same_files_as_with_the_local_engine(tmp_path: Path) -> None:
     @dataclass(frozen=True)
-    class LargePages:  # three pages fill a part; the class is local because cloudpickle pickles such classes by value
+    class LargePages:  # three pages fill a file; the class is local because cloudpickle pickles such classes by value
         source: str
         size: int
 

@@ -12,12 +12,12 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from multiprocessing.pool import ThreadPool
-from operator import add, itemgetter
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,11 +100,11 @@ class Summary:
         return _counts(written).tokens / self.seconds if self.seconds else 0.0
 
 
-def _counts(outputs: Sequence[Output]) -> Counts:
+def _counts(outputs: Iterable[Output]) -> Counts:
     return reduce(add, (output.counts for output in outputs), Counts())
 
 
-def _reasons(outputs: Sequence[Output]) -> Counter[str]:
+def _reasons(outputs: Iterable[Output]) -> Counter[str]:
     return sum((Counter(output.reasons) for output in outputs), Counter())
 
 
@@ -320,41 +320,41 @@ class _Progress:
         is_known = len(units) == 1 and all(task.size or "size" in task.facts for task in tasks)
         self._total = sum(task.size for task in tasks) if is_known else None
         self._unit = units.pop() if is_known else "records"
-        self._files = {(step.task, step.part): step.output for step in kept}
+        self._kept = _counts([step.output for step in kept])
+        self._reused = sum(step.output.read for step in kept)
+        self._finished = {(step.task, step.part): step.output for step in kept}
+        self._open = dict[tuple[int, int], Output]()  # files that are being written
+        self._read, self._counts, self._reasons = 0, Counts(), Counter[str]()  # of finished files of this run
         self._begun = self._reported_at = 0.0
 
     @property
     def outputs(self) -> tuple[Output, ...]:
         """Files of earlier runs and of this one, in order."""
-        return tuple(output for _, output in sorted(self._files.items(), key=itemgetter(0)))
+        return tuple(self._finished[key] for key in sorted(self._finished))
 
     def add(self, step: Step) -> None:
         """Add a step, and report unless a report was just made."""
-        self._files[step.task, step.part] = step.output
-        now = time.monotonic()
+        key, output, now = (step.task, step.part), step.output, time.monotonic()
         self._begun = self._begun or now
+        self._open[key] = output
+        if step.is_finished:
+            self._finished[key] = self._open.pop(key)
+            self._read, self._counts = self._read + output.read, self._counts + output.counts
+            self._reasons.update(output.reasons)
         if now - self._reported_at >= _PAUSE:
-            self._reported_at = now
             self.report()
+            self._reported_at = now
 
     def report(self, is_finished: bool = False) -> None:
-        """Report the progress; the total is reached only at the end."""
+        """Report the progress; everything is read only at the end, which is reported once."""
         if self._report is None:
             return
-        kept = [output for output in self._files.values() if output.reused]
-        new = [output for output in self._files.values() if not output.reused]
-        counts = _counts(new)
-        reused, read = sum(output.read for output in kept), sum(output.read for output in new)
-        if self._total is None:
-            read = counts.documents + counts.skipped
-        elif is_finished:
-            read = self._total - reused
-        elif reused + read >= self._total:
-            return
-        seconds = time.monotonic() - self._begun if self._begun else 0.0
-        self._report(
-            Progress(reused + read, self._total, self._unit, reused, seconds, counts, _counts(kept), _reasons(new))
-        )
+        opened = self._open.values()
+        read, counts = sum((output.read for output in opened), self._read), self._counts + _counts(opened)
+        read = self._reused + read if self._total is not None else counts.documents + counts.skipped
+        if is_finished or read != self._total:
+            reasons, seconds = self._reasons + _reasons(opened), time.monotonic() - self._begun if self._begun else 0.0
+            self._report(Progress(read, self._total, self._unit, self._reused, seconds, counts, self._kept, reasons))
 
 
 def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | None = None) -> list[SequenceShard]:

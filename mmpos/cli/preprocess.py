@@ -309,17 +309,11 @@ def described(progress: Progress) -> str:
 def _print(summary: Summary, folder: str) -> None:
     counts, kept = summary.counts, sum(output.reused for output in summary.outputs)
     added = len(summary.outputs) - kept
-    skipped = f"{counts.skipped:,}"
+    values = {"files": f"{len(summary.outputs):,} in {folder}: kept {kept:,}, added {added:,}"}
+    values |= {name: f"{getattr(counts, name):,}" for name in ("documents", "tokens", "images", "skipped")}
     if counts.images_dropped:
-        skipped += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
-    values = {
-        "files": f"{len(summary.outputs):,} in {folder}: kept {kept:,}, added {added:,}",
-        "documents": f"{counts.documents:,}",
-        "tokens": f"{counts.tokens:,}",
-        "images": f"{counts.images:,}",
-        "skipped": skipped,
-        "speed": f"{summary.tokens_per_second:,.0f} tokens/s" if added else "nothing was left to do",
-    }
+        values["skipped"] += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
+    values["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s" if added else "nothing was left to do"
     if summary.others:
         names = ", ".join(summary.others[:_OTHERS]) + (" …" if len(summary.others) > _OTHERS else "")
         values["not given"] = f"{counted(len(summary.others), 'input', ',')} of earlier runs, with files in it: {names}"

@@ -149,14 +149,12 @@ def write_sequences(
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     boolean("overwrite", overwrite)
-    job, begun = Job(preprocess, on_error, max_skipped), time.monotonic()
-    where = paths.checked_path("folder", folder)
+    job, begun, where = Job(preprocess, on_error, max_skipped), time.monotonic(), paths.checked_path("folder", folder)
     tasks = _tasks(readers, where)
     paths.make_folder(where)
     with _locked(where):
         unfinished, kept, others = _resumed(job, tasks, where, overwrite)
-        progress = _Progress(report, tasks, kept)
-        start = run_local if engine == "local" else run_ray
+        progress, start = _Progress(report, tasks, kept), run_local if engine == "local" else run_ray
         try:
             _sweep(where)
             with closing(start(job, unfinished, workers)) as steps:
@@ -267,11 +265,11 @@ def _resumed(
     with suppress(InvalidInputError) if overwrite else nullcontext():
         run = _read_run(folder)
     run = run or {"settings": dict(job.settings), "inputs": {}}
-    given = {paths.base_name(task.prefix): task.facts for task in tasks}
-    others = {stem: facts for stem, facts in run["inputs"].items() if stem not in given}
+    inputs = {paths.base_name(task.prefix): task.facts for task in tasks}
+    others = {stem: facts for stem, facts in run["inputs"].items() if stem not in inputs}
     files, other = _files(folder), differences(run["settings"], job.settings)
     if overwrite:
-        for stem in [*given, *(others if other else ())]:
+        for stem in [*inputs, *(others if other else ())]:
             for path in files.pop(stem, {}).values():
                 paths.remove(path)
         others = {} if other else others
@@ -282,7 +280,7 @@ def _resumed(
         for task, steps in threads.imap(partial(_left, job, files), tasks):  # in order: the first error is raised
             left += [] if task is None else [task]
             kept += steps
-    stored = {"settings": job.settings, "inputs": others | given}
+    stored = {"settings": job.settings, "inputs": others | inputs}
     with paths.write_file(paths.join(folder, _RUN)) as file:
         file.write((json.dumps(stored, indent=1) + "\n").encode())
     return left, kept, tuple(facts["source"] for facts in others.values())

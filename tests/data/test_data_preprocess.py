@@ -185,8 +185,7 @@ def test_outputs_from_other_inputs_or_settings_are_refused_or_overwritten(
     with pytest.raises(InvalidInputError, match=message):
         write_sequences(shards(paths), tmp_path / "out", preprocess)
     assert contents(tmp_path / "out") == before
-    written = write_sequences(shards(paths), tmp_path / "out", preprocess, overwrite=True)
-    assert reused(written) == [False, False]
+    assert reused(write_sequences(shards(paths), tmp_path / "out", preprocess, overwrite=True)) == [False, False]
     assert reused(write_sequences(shards(paths), tmp_path / "out", preprocess)) == [True, True]
 
 

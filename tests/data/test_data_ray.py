@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_corpus import NumberedShard
 from test_data_preprocess import PAGES, command, contents, corpus
 from waiting import alive, descendants, eventually, read_proc
 
@@ -86,10 +86,18 @@ def test_a_local_function_can_preprocess(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_large_input_becomes_the_same_files_as_with_the_local_engine(tmp_path: Path) -> None:
-    class LargePages(NumberedShard):  # three pages fill a file; cloudpickle pickles local classes by value
-        def make(self, i: int) -> Any:
-            page = {"id": f"{self.source}-{i}", "images": [None, "coffee.jpg"], "texts": ["ab", None]}
-            return {**page, "pad": bytes(24 * 2**20)}
+    @dataclass(frozen=True)
+    class LargePages:  # three pages fill a file; the class is local because cloudpickle pickles such classes by value
+        source: str
+        size: int
+
+        def records(self, start: int = 0, step: int = 1) -> Iterator[tuple[Location, Any]]:
+            for i in range(start, self.size, step):
+                page = {"id": f"{self.source}-{i}", "images": [None, "coffee.jpg"], "texts": ["ab", None]}
+                yield Location(self.source, i), {**page, "pad": bytes(24 * 2**20)}
+
+        def count(self) -> int | None:
+            return self.size
 
     readers = [LargePages("a", 8), LargePages("b", 1)]
     write_sequences(readers, tmp_path / "here", PAGES)

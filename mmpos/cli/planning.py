@@ -57,7 +57,7 @@ def plan_packs(
     with as_typed(paths="FILE"):
         files = _ready_shards(inputs)
     with report.progress_bar("files") as bar:
-        headers = read_headers(_counted(files, bar), patches_per_token=run.patches_per_token)
+        headers = read_headers(_shown(files, bar), patches_per_token=run.patches_per_token)
     planned = plan(headers, max_tokens=run.max_tokens, ranks=run.ranks, microbatches=run.microbatches, cost=cost)
     write_index(output, planned, files)
     _report(headers, planned, run)
@@ -76,8 +76,8 @@ def _ready_shards(inputs: Sequence[str]) -> list[SequenceShard]:
     return [SequenceShard(reader.source) for reader in shards(opened)]
 
 
-def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:
-    """Yield the files, and show the number of files read so far."""
+def _shown(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:
+    """Yield the files, and show how many were read."""
     for done, file in enumerate(files, 1):
         yield file
         if bar is not None:
@@ -87,11 +87,11 @@ def _counted(files: Sequence[SequenceShard], bar: Callable[..., None] | None) ->
 def _report(headers: Headers, planned: TrainingPlan, run: RunFlags) -> None:
     """Print a summary of the plan."""
     labels = planned.sums(headers.labels).reshape(planned.num_steps, -1).sum(axis=1).astype(int)
-    steps = f"{planned.num_steps:,} of {counted(run.ranks, 'rank')} and {counted(run.microbatches, 'microbatch')}"
+    ranks, microbatches = counted(run.ranks, "rank"), counted(run.microbatches, "microbatch")
     report.show_values(
         {
             "examples": f"{len(headers):,}, with {headers.tokens.sum():,} tokens and {headers.labels.sum():,} labels",
-            "steps": steps,
+            "steps": f"{planned.num_steps:,} of {ranks} and {microbatches}",
             "fill": f"{planned.fill:.1%} of packs of {run.max_tokens:,} tokens",
             "slowest rank": f"{planned.straggling:.3f} of the mean",
             "labels of a step": f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average",

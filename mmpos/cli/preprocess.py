@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,8 @@ from mmpos.cli.options import DEFAULT, SchemeName, as_typed, flat, make_scheme
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.support.checks import counted, did_you_mean, naming
 from mmpos.support.extras import needed_for
-from mmpos.support.program import INTERRUPTED
+from mmpos.support.interrupts import Terminated, stopped_by_sigterm
+from mmpos.support.program import INTERRUPTED, TERMINATED
 
 if TYPE_CHECKING:
     from mmpos.data import Progress, Summary
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 FORMATS = ("obelics", "mmc4", "chat", "llava", "finevision", "hf", "pairs", "tar-documents", "texts")
 
 _PAUSE = 5.0  # seconds between two progress lines
-_REASONS = 5  # number of reasons that the summary lists
+_REASONS, _OTHERS = 5, 10  # numbers of reasons and of inputs of earlier runs that the summary lists
 
 _OPTION = "NAME=VALUE"
 
@@ -187,7 +188,7 @@ def preprocess(
 ) -> None:
     """Build preprocessed sequences from a corpus: one Parquet file per 64 MiB of each shard.
 
-    A run that is stopped leaves only complete files, and the same command resumes it.
+    A run that is stopped, by Ctrl-C or SIGTERM, leaves only complete files, and the same command resumes it.
     With [bold]--on-error skip[/bold], an unusable record becomes a row with its error; with
     [bold]--on-image-error drop[/bold], a record keeps the errors of its unusable images.
     """
@@ -196,23 +197,14 @@ def preprocess(
 
         with as_typed(paths="INPUT", folder="--output", max_skipped="--max-skipped"):
             readers = shards(inputs)
-            callable_ = replace(records.preprocess(sequences.builder()), on_image_error=work.on_image_error)
+            options = asdict(work)
+            own = replace(records.preprocess(sequences.builder()), on_image_error=options.pop("on_image_error"))
             logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the files list skipped records
-            with report.progress_bar("") as bar:
-                summary = write_sequences(
-                    readers,
-                    output,
-                    callable_,
-                    engine=work.engine,
-                    workers=work.workers,
-                    on_error=work.on_error,
-                    max_skipped=work.max_skipped,
-                    overwrite=work.overwrite,
-                    report=ShownProgress(bar),
-                )
-    except KeyboardInterrupt:
+            with stopped_by_sigterm(), report.progress_bar("") as bar:
+                summary = write_sequences(readers, output, own, report=_shown(bar), **options)
+    except KeyboardInterrupt as stop:
         typer.echo("mmpos: stopped; run the same command to resume", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED) from None
     _print(summary, output)
 
 
@@ -273,24 +265,20 @@ def _value(name: str, kind: object, value: str) -> object:
         raise InvalidInputError(f"{name}: got {value!r}, want JSON") from None
 
 
-class ShownProgress:
-    """Progress on stderr, with rates and the time left: a bar, or a line every few seconds.
+def _shown(bar: Callable[..., None] | None) -> Callable[[Progress], None]:
+    """Return a function that shows progress on stderr: in a bar, or without one in a line every few seconds."""
+    said_at = time.monotonic()
 
-    Args:
-        bar: function that updates the bar; None writes lines.
-    """
-
-    def __init__(self, bar: Callable[..., None] | None) -> None:
-        self._bar, self._last_line = bar, time.monotonic()
-
-    def __call__(self, progress: Progress) -> None:
-        """Show the progress."""
+    def show(progress: Progress) -> None:
+        nonlocal said_at
         now, words = time.monotonic(), described(progress)
-        if self._bar is not None:
-            self._bar(progress.read, progress.total, words)
-        elif progress.read == progress.total or now - self._last_line > _PAUSE:
+        if bar is not None:
+            bar(progress.read, progress.total, words)
+        elif progress.read == progress.total or now - said_at > _PAUSE:
             typer.echo(words, err=True)
-            self._last_line = now
+            said_at = now
+
+    return show
 
 
 def described(progress: Progress) -> str:
@@ -301,7 +289,13 @@ def described(progress: Progress) -> str:
     scale, unit = size if progress.unit == "bytes" else (1, "records")
     digits = 1 if progress.unit == "bytes" and (progress.total or 0) * scale < 100 else 0
     of = "" if progress.total is None else f" of {progress.total * scale:,.{digits}f}"
-    words = [f"{progress.read * scale:,.{digits}f}{of} {unit}", counted(counts.documents, "document", ",")]
+    words = [f"{progress.read * scale:,.{digits}f}{of} {unit}"]
+    kept = progress.kept
+    if kept.documents + kept.skipped:
+        words += [f"{counted(kept.documents, 'document', ',')} kept"]
+        words += [f"{counts.documents:,} added"] if records else []
+    else:
+        words += [counted(counts.documents, "document", ",")]
     words += [f"{counts.skipped:,} skipped"] if counts.skipped else []
     words += [f"{counted(counts.images_dropped, 'image', ',')} dropped"] if counts.images_dropped else []
     if seconds >= 1:
@@ -313,14 +307,17 @@ def described(progress: Progress) -> str:
 
 
 def _print(summary: Summary, folder: str) -> None:
-    counts, reused = summary.counts, sum(output.reused for output in summary.outputs)
-    files = f"{len(summary.outputs):,} in {folder}" + (f", {reused:,} of them from an earlier run" if reused else "")
-    skipped = f"{counts.skipped:,}"
+    counts, kept = summary.counts, sum(output.reused for output in summary.outputs)
+    added = len(summary.outputs) - kept
+    values = {"files": f"{len(summary.outputs):,} in {folder}: kept {kept:,}, added {added:,}"}
+    values |= {name: f"{getattr(counts, name):,}" for name in ("documents", "tokens", "images", "skipped")}
     if counts.images_dropped:
-        skipped += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
-    speed = f"{summary.tokens_per_second:,.0f} tokens/s" if reused < len(summary.outputs) else "nothing was left to do"
-    values = {"files": files, "documents": f"{counts.documents:,}", "tokens": f"{counts.tokens:,}"}
-    report.show_values(values | {"images": f"{counts.images:,}", "skipped": skipped, "speed": speed})
+        values["skipped"] += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
+    values["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s" if added else "nothing was left to do"
+    if summary.others:
+        names = ", ".join(summary.others[:_OTHERS]) + (" …" if len(summary.others) > _OTHERS else "")
+        values["not given"] = f"{counted(len(summary.others), 'input', ',')} of earlier runs, with files in it: {names}"
+    report.show_values(values)
     for reason, count in summary.reasons.most_common(_REASONS):
         typer.echo(f"{count:,} × {reason}")
     if len(summary.reasons) > _REASONS:

@@ -1,16 +1,15 @@
-"""The work of a run: read a shard in parts, and write each part to a file with its settings."""
+"""The work of a run: read the records of an input, and write them to files that hold their settings."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from mmpos.data import paths
 from mmpos.data.examples import Location, MakeExample, RecordError
-from mmpos.data.quarantine import MAX_SKIPPED, Line, OnError, Quarantine, SkipLimit
+from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, SkipLimit, reason
 from mmpos.data.readers import Raw, Reader
 from mmpos.data.settings import describe
 from mmpos.data.stage import Stage
@@ -18,7 +17,7 @@ from mmpos.data.storage import SequenceWriter
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import one_of
 
-__all__ = ["Counts", "Output", "PartJob", "ShardPart", "Step", "Task", "facts_of_input", "settings_of"]
+__all__ = ["Counts", "Job", "Output", "Step", "Task", "facts_of_input", "settings_of"]
 
 PART_BYTES = 64 * 2**20
 """Bytes of texts and undecoded images after which a file ends; the record that reaches this size is its last."""
@@ -48,11 +47,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Output:
-    """Finished file of preprocessed sequences; SequenceShard reads it.
+    """File of preprocessed sequences; SequenceShard reads it.
 
     Args:
         source: path or name of its input.
         path: path of the file.
+        read: bytes, or records, of the input that became this file.
         counts: counts of its records and sequences.
         reasons: number of skipped records and dropped images by reason.
         reused: whether an earlier run wrote it.
@@ -60,83 +60,39 @@ class Output:
 
     source: str
     path: str
+    read: int
     counts: Counts
     reasons: Mapping[str, int]
     reused: bool
 
 
-class ShardPart(NamedTuple):
-    """Records of one output file."""
-
-    number: int  # of the file among those of its input
-    stop: int  # index of the first record after the part
-    position: int  # bytes, or records, of the input up to the end of the part
-    amount: int  # those of this part
-    records: list[tuple[Location, Raw]]
-    is_last: bool
-
-
 class Step(NamedTuple):
-    """Progress of one part: what was read, the counts and the reasons so far, and whether its file is finished."""
+    """Progress of one file: what it holds so far, and whether it is finished."""
 
     task: int
     part: int
-    read: int
-    counts: Counts
-    reasons: Mapping[str, int]
-    is_finished: bool = False
+    output: Output
+    is_finished: bool
 
 
 @dataclass(frozen=True)
 class Task:
-    """Shard, and the output files to make from it."""
+    """Input, and the files to make from it."""
 
     number: int
     reader: Reader
-    folder: str
-    stem: str  # prefix of the output names
-    facts: Mapping[str, Any]  # facts about the input
-    outputs: Mapping[int, Output] = field(default_factory=dict)  # finished outputs by part number
-    begin: tuple[int, int, int] | None = (0, 0, 0)  # part number, record and position; None if nothing is left
-
-    def output(self, part: int = 0) -> str:
-        """Return the path of the output of a part."""
-        return paths.join(self.folder, f"{self.stem}.part{part:05}.parquet" if part else f"{self.stem}.parquet")
+    prefix: str  # path of the files without number and suffix
+    facts: Mapping[str, Any]  # facts that identify the input
+    begin: tuple[int, int, int] = (0, 0, 0)  # first file to write, its first record, and what was read before it
 
     @property
     def size(self) -> int:
         """Bytes or records of the input; 0 if that is unknown."""
         return int(self.facts.get("size") or self.facts.get("records") or 0)
 
-    def parts(self) -> Iterator[ShardPart]:
-        """Read the unfinished parts of the shard; part boundaries depend only on the records.
-
-        Raises:
-            InvalidInputError: the shard changed while it was read; raised before the last part.
-        """
-        assert self.begin is not None, "unfinished tasks have a part to begin with"
-        number, stop, position = self.begin
-        rows, begun, first = self.reader.count(), paths.BytesRead.total, position
-        records = self.reader.records(stop)
-        ahead = next(records, None)
-        while True:
-            held, size = [], 0
-            while ahead is not None and size < PART_BYTES:
-                held.append(ahead)
-                size += _size(ahead[1])
-                ahead = next(records, None)
-            stop = held[-1][0].index + 1 if held else stop
-            if ahead is None and facts_of_input(self.reader) != self.facts:
-                want = "want one that does not change"
-                raise InvalidInputError(f"{self.reader.source}: got a file that changed while it was read, {want}")
-            before = position
-            done = self.size * stop // rows if rows else min(first + paths.BytesRead.total - begun, self.size)
-            position = self.size if ahead is None else done
-            if number not in self.outputs:
-                yield ShardPart(number, stop, position, position - before, held, ahead is None)
-            if ahead is None:
-                return
-            number += 1
+    def output(self, part: int) -> str:
+        """Return the path of a file."""
+        return f"{self.prefix}.part{part:05}.parquet" if part else f"{self.prefix}.parquet"
 
 
 def _size(value: object) -> int:
@@ -155,82 +111,71 @@ def facts_of_input(reader: Reader) -> dict[str, object]:
     return {"source": paths.base_name(path)} | (paths.facts_of(path) if is_file else {"records": reader.count()})
 
 
-@dataclass(frozen=True)
-class PartJob:
-    """Work done on every part with the arguments of write_sequences; picklable if its callable is."""
+class Job:
+    """Work done on every input with the arguments of write_sequences; picklable if its callable is."""
 
-    preprocess: MakeExample
-    on_error: OnError = "raise"
-    max_skipped: float = MAX_SKIPPED
-    stage: Stage = field(init=False, repr=False, compare=False)
-    limit: SkipLimit = field(init=False, repr=False, compare=False)
-    settings: Mapping[str, object] = field(init=False, repr=False)
+    def __init__(self, preprocess: MakeExample, on_error: OnError = "raise", max_skipped: float = MAX_SKIPPED) -> None:
+        one_of("on_error", on_error, ("raise", "skip"))
+        self._stage, self._limit = Stage(preprocess), SkipLimit(max_skipped)
+        self.preprocess, self.on_error, self.settings = preprocess, on_error, settings_of(preprocess)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stage", Stage(self.preprocess))
-        one_of("on_error", self.on_error, ("raise", "skip"))
-        object.__setattr__(self, "settings", settings_of(self.preprocess))
-        object.__setattr__(self, "limit", SkipLimit(self.max_skipped))
+    def run(self, task: Task) -> Generator[Step, None, None]:
+        """Write the files of an input that are left; yield a step after each record and after each file.
 
-    def write(self, task: Task, part: ShardPart) -> Generator[Step, None, None]:
-        """Write the file of a part; yield a step after each record, and one when the file is finished.
+        The records that a file holds depend only on the records, so every run writes the same files.
 
         Raises:
             RecordError: a record is unusable, and on_error is "raise".
-            InvalidInputError: this process skipped more records than max_skipped allows.
+            InvalidInputError: this process skipped more records than max_skipped allows, or the input changed while it
+                was read, which is noticed before the last file is finished.
         """
-        counts, reasons = Counts(), Counter[str]()
-        with SequenceWriter(task.output(part.number)) as writer:
+        part, stop, position = task.begin
+        rows, first = task.reader.count(), position - paths.BytesRead.total
+        records = task.reader.records(stop)
+        ahead, is_last = next(records, None), False
+        while not is_last:
+            path, counts, reasons, size, before = task.output(part), Counts(), Counter[str](), 0, position
+            with SequenceWriter(path) as writer:
+                while ahead is not None and size < PART_BYTES:
+                    counts += self._write(writer, reasons, *ahead)
+                    stop, size = ahead[0].index + 1, size + _size(ahead[1])
+                    ahead = next(records, None)
+                    position = task.size * stop // rows if rows else min(first + paths.BytesRead.total, task.size)
+                    output = Output(task.reader.source, path, position - before, counts, reasons, False)
+                    yield Step(task.number, part, output, False)
+                if is_last := ahead is None:
+                    position = task.size
+                    if facts_of_input(task.reader) != task.facts:
+                        got = "got a file that changed while it was read, want one that does not change"
+                        raise InvalidInputError(f"{task.reader.source}: {got}")
+                self._limit.end()
+                output = Output(task.reader.source, path, position - before, counts, reasons, False)
+                writer.facts = {"input": task.facts, "settings": self.settings, "counts": asdict(counts)}
+                writer.facts |= {"reasons": reasons, "stop": stop, "read": output.read, "is_last": is_last}
+            yield Step(task.number, part, output, True)
+            part += 1
 
-            def keep(line: Line) -> None:
-                if "dropped_images" not in line:
-                    writer.refuse(f"{line['source']}[{line['index']}]", str(line["error"]))
-
-            quarantine = Quarantine(self.on_error, keep, self.limit)
-            for number, (location, raw) in enumerate(part.records):
-                self.limit.read()
-                try:
-                    counts += self._write(writer, quarantine, location, raw, reasons)
-                except RecordError as error:
-                    quarantine.refuse(location, raw, error)
-                    counts += Counts(skipped=1)
-                    reasons[_reason(str(error))] += 1
-                yield Step(task.number, part.number, part.amount * number // len(part.records), counts, reasons)
-            self.limit.end()
-            writer.facts = {
-                "input": task.facts,
-                "settings": self.settings,
-                "counts": asdict(counts),
-                "reasons": reasons,
-                "stop": part.stop,
-                "position": part.position,
-                "is_last": part.is_last,
-            }
-        yield Step(task.number, part.number, part.amount, counts, reasons, True)
-
-    def _write(
-        self, writer: SequenceWriter, quarantine: Quarantine, here: Location, raw: Raw, reasons: Counter[str]
-    ) -> Counts:
-        if isinstance(raw, RecordError):
-            raise raw
+    def _write(self, writer: SequenceWriter, reasons: Counter[str], here: Location, raw: Raw) -> Counts:
+        """Write the row of a record, and return its counts."""
+        self._limit.read()
+        quarantine = Quarantine(self.on_error, lambda line: None, self._limit)  # the rows hold the errors
         try:
-            example = self.stage.example(raw, here)
+            if isinstance(raw, RecordError):
+                raise raw
+            example = self._stage.example(raw, here)
             writer.write(example)
-        except LimitExceededError as error:
-            raise RecordError(f"{here}: {error}") from error
-        if example.dropped_images:
-            quarantine.drop(here, raw, example.dropped_images)
-            reasons.update(f"image: {_reason(error)}" for error in example.dropped_images)
-        images, dropped = len(example.sequence.grid_thw), len(example.dropped_images)
-        return Counts(1, example.num_tokens, images, images_dropped=dropped)
+        except (RecordError, LimitExceededError) as error:
+            message = quarantine.refuse(here, raw, error)
+            writer.refuse(str(here), message)
+            reasons[reason(message, here)] += 1
+            return Counts(skipped=1)
+        dropped = example.dropped_images
+        if dropped:
+            quarantine.drop(here, raw, dropped)
+            reasons.update(f"image: {reason(error, here)}" for error in dropped)
+        return Counts(1, example.num_tokens, len(example.sequence.grid_thw), images_dropped=len(dropped))
 
 
 def settings_of(preprocess: MakeExample) -> dict[str, object]:
     """Describe the settings that determine the outputs."""
     return describe({"preprocess": preprocess, "part_bytes": PART_BYTES})
-
-
-def _reason(message: str) -> str:
-    """Return what an error says, without the record, the numbers and the quoted texts that it names."""
-    said = message.partition("]): ")[2] or message.partition("]: ")[2] or message
-    return re.sub(r"'[^']*'|\d+(\.\d+)?", "…", said)[:200]

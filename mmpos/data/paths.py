@@ -11,7 +11,8 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, ClassVar
@@ -31,10 +32,8 @@ _USERS = ("abfs", "abfss", "hdfs")  # schemes whose URLs name a container or a u
 _SECRET = re.compile(r"(?<=//)[^/@\s]+@|\?[^\s'\"]+")
 _VERSIONS = ("ETag", "etag", "blob_id", "oid", "md5Hash", "generation", "last_modified", "mtime", "created")
 
-_BUFFER = 2**23  # bytes per request in sequential reads
-_LOCAL_BUFFER = 2**18
-_COPY = 2**24  # bytes copied at once in an upload
-_MEMORY = 2**26  # bytes of an upload held in memory; larger uploads are held on disk
+_BUFFER, _LOCAL_BUFFER = 2**23, 2**18  # bytes per request, or call, in sequential reads
+_COPY, _MEMORY = 2**24, 2**26  # bytes copied at once in an upload, and held in memory; larger uploads are on disk
 
 
 def checked_path(name: str, path: str | os.PathLike[str]) -> str:
@@ -52,16 +51,13 @@ def checked_path(name: str, path: str | os.PathLike[str]) -> str:
         return text
     scheme, authority, rest = url[1].lower(), url[2], url[3]
     user, at, host = authority.rpartition("@")
-    anonymous = user == "anonymous" and scheme in ("gs", "gcs")
-    if (at and scheme not in _USERS and not anonymous) or ":" in user or re.search(r":(?!\d+$)", host):
-        want = "credentials in the environment or the configuration of the store"
-        raise InvalidInputError(f"{name}: got a URL with the scheme {scheme} and credentials, want {want}")
-    if url[4]:
-        got, want = (
-            f"a URL with the scheme {scheme} and options",
-            "options in the environment or fsspec's configuration",
-        )
-        raise InvalidInputError(f"{name}: got {got}, want {want}")
+    is_public = scheme in _USERS or (user == "anonymous" and scheme in ("gs", "gcs"))
+    secret = "options" if url[4] else None
+    if (at and not is_public) or ":" in user or re.search(r":(?!\d+$)", host):
+        secret = "credentials"
+    if secret is not None:
+        want = f"{secret} in the environment or the configuration of the store"
+        raise InvalidInputError(f"{name}: got a URL with the scheme {scheme} and {secret}, want {want}")
     if scheme == "file":  # pathlib turns file:///a into file:/a
         slashes = len(text[5:]) - len(text[5:].lstrip("/"))
         if slashes == 2 and authority != "localhost":
@@ -99,10 +95,8 @@ def open_file(path: str) -> io.BufferedReader:
             or sent fewer bytes than the file has; raised here or in a later read. The error names the path and has an
             errno.
     """
-    return io.BufferedReader(_StoreFile(path), _BUFFER) if is_url(path) else _open_local(path)
-
-
-def _open_local(path: str) -> io.BufferedReader:
+    if is_url(path):
+        return io.BufferedReader(_StoreFile(path), _BUFFER)
     return io.BufferedReader(_LocalFile(path), _LOCAL_BUFFER)
 
 
@@ -118,14 +112,14 @@ class _LocalFile(io.FileIO):
 class _StoreFile(io.RawIOBase):
     """Seekable file over an object in a store; its errors name the URL."""
 
+    _file: Any = None
+
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url, self._at = url, 0
-        with _naming(url):
-            filesystem, key = _located(url)
+        with _store(url) as (filesystem, key):
             self._file = filesystem.open(key, "rb")
-            size = getattr(self._file, "size", None)
-            self._size = self._file.seek(0, io.SEEK_END) if size is None else size
+            self._size = self._file.seek(0, io.SEEK_END)
 
     def readable(self) -> bool:
         return True
@@ -133,29 +127,26 @@ class _StoreFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        want = max(0, min(len(view), self._size - self._at))
-        if want:
-            with _naming(self._url):
-                self._file.seek(self._at)
-                data = self._file.read(want)
-                if len(data) != want:
-                    raise OSError(errno.EIO, f"the store sent {len(data)} of {want} bytes at byte {self._at}")
-            view[:want] = data
-            self._at += want
-            BytesRead.total += want
+        want = min(len(buffer), self._size - self._at)
+        if want <= 0:
+            return 0
+        with _store(self._url):
+            self._file.seek(self._at)
+            data = self._file.read(want)
+            if len(data) != want:
+                raise OSError(errno.EIO, f"the store sent {len(data)} of {want} bytes at byte {self._at}")
+        buffer[:want] = data
+        self._at += want
+        BytesRead.total += want
         return want
 
     def close(self) -> None:
-        if not self.closed and hasattr(self, "_file"):
+        if self._file is not None and not self.closed:
             self._file.close()
         super().close()
 
@@ -194,8 +185,7 @@ def write_file(path: str) -> Iterator[IO[bytes]]:
         size = spool.seek(0, io.SEEK_END)
         spool.seek(0)
         # If an exception ended an upload early, the library would still complete the object, truncated.
-        with no_interrupts(), _naming(path):
-            filesystem, key = _located(path)
+        with no_interrupts(), _store(path) as (filesystem, key):
             with filesystem.open(key, "wb") as upload:
                 shutil.copyfileobj(spool, upload, _COPY)
             if (stored := filesystem.info(key)["size"]) != size:
@@ -212,8 +202,10 @@ def facts_of(path: str) -> dict[str, object]:
     if not is_url(path):
         with named(path):
             status = os.stat(path)
-        return {"size": status.st_size, "modified": status.st_mtime_ns}
-    info = _info(path)
+        seconds, rest = divmod(status.st_mtime_ns, 10**9)
+        return {"size": status.st_size, "modified": f"{datetime.fromtimestamp(seconds, UTC):%F %T}.{rest:09} UTC"}
+    with _store(path) as (filesystem, key):
+        info = filesystem.info(key)
     return {"size": info["size"], "version": next((str(info[name]) for name in _VERSIONS if info.get(name)), None)}
 
 
@@ -221,10 +213,9 @@ def kind_of(path: str) -> str | None:
     """Return whether a path is a "file" or a "folder", or None; a folder in a store exists if files are below it."""
     if not is_url(path):
         return "file" if os.path.isfile(path) else "folder" if os.path.exists(path) else None
-    try:
-        return "file" if _info(path)["type"] == "file" else "folder"
-    except FileNotFoundError:
-        return None
+    with suppress(FileNotFoundError), _store(path) as (filesystem, key):
+        return "file" if filesystem.info(key)["type"] == "file" else "folder"
+    return None
 
 
 def matches(pattern: str, folder: str | None = None) -> list[str]:
@@ -237,13 +228,13 @@ def matches(pattern: str, folder: str | None = None) -> list[str]:
         pattern = join(glob.escape(folder), pattern)
     if not is_url(pattern):
         return sorted(match for match in glob.glob(pattern, recursive=True) if os.path.isfile(match))
-    with _naming(pattern):
-        filesystem, key = _located(pattern)
+    with _store(pattern) as (filesystem, key):
         filesystem.invalidate_cache()
         infos = filesystem.glob(key, detail=True)
-    root, base = _root_of(pattern)
+    root = _root(pattern)
+    base = key.removesuffix(pattern.removeprefix(root))
     files = (name for name, info in infos.items() if info["type"] == "file")
-    return sorted(f"{root}/{name[len(base) :].lstrip('/')}" for name in files)
+    return sorted(f"{root}/{name.removeprefix(base).lstrip('/')}" for name in files)
 
 
 def make_folder(path: str) -> None:
@@ -251,8 +242,7 @@ def make_folder(path: str) -> None:
     if not is_url(path):
         os.makedirs(path, exist_ok=True)
     elif path.partition(":")[0] not in _ARROW:
-        with _naming(path):
-            filesystem, key = _located(path)
+        with _store(path) as (filesystem, key):
             filesystem.makedirs(key, exist_ok=True)
 
 
@@ -264,10 +254,9 @@ def remove(path: str) -> None:
     """
     if not is_url(path):
         Path(path).unlink(missing_ok=True)
-    elif kind_of(path) == "file":
-        with _naming(path):
-            filesystem, key = _located(path)
-            filesystem.rm_file(key)
+        return
+    with suppress(FileNotFoundError), _store(path) as (filesystem, key):
+        filesystem.rm_file(key)
 
 
 def abort_uploads(folder: str, is_ours: Callable[[str], bool]) -> None:
@@ -277,36 +266,45 @@ def abort_uploads(folder: str, is_ours: Callable[[str], bool]) -> None:
     with needed_for("output on S3", extra="s3"):
         import boto3
     client = boto3.client("s3")
-    bucket, _, prefix = f"{_located(folder)[1].rstrip('/')}/".partition("/")
+    bucket, _, prefix = f"{folder.removeprefix('s3://').rstrip('/')}/".partition("/")
     try:
-        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
-        uploads = [upload for page in pages for upload in page.get("Uploads", ())]
-        for upload in uploads:
-            if is_ours(upload["Key"].removeprefix(prefix)):
-                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
+            for upload in page.get("Uploads", ()):
+                if is_ours(upload["Key"].removeprefix(prefix)):
+                    client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
     except Exception as error:  # the rights to list and abort uploads are separate from those to write
         public = _SECRET.sub("", str(error))[:300]
         warnings.warn(f"{folder}: uploads of killed runs could not be removed ({public})", UserWarning, stacklevel=4)
 
 
-def _info(url: str) -> Any:
-    with _naming(url):
-        filesystem, key = _located(url)
-        return filesystem.info(key)
+@contextmanager
+def _store(url: str) -> Iterator[tuple[Any, str]]:
+    """Yield the fsspec filesystem of a URL and the path inside it.
+
+    Each error of the store in the block becomes an OSError with the URL, an errno and the library's words, without
+    secrets.
+    """
+    root = _root(url)
+    try:
+        filesystem, base = _filesystem(root, os.getpid())
+        yield filesystem, base + url.removeprefix(root)
+    except (MmposError, ImportError):
+        raise
+    except Exception as error:
+        number = getattr(error, "errno", None)
+        if not isinstance(number, int):
+            kinds = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
+            number = next((number for kind, number in kinds.items() if isinstance(error, kind)), errno.EIO)
+        words = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        public = _SECRET.sub("", " ".join(words.split()))[:300]
+        raise OSError(number, public, url) from (error if _SECRET.search(str(error)) is None else None)
 
 
-def _located(url: str) -> tuple[Any, str]:
-    """Return the fsspec filesystem of a URL, and the path inside the filesystem."""
-    root, base = _root_of(url)
-    return _filesystem(root, os.getpid())[0], base + url.removeprefix(root)
-
-
-def _root_of(url: str) -> tuple[str, str]:
-    """Return the URL of the bucket, and the path of the bucket inside its filesystem."""
+def _root(url: str) -> str:
+    """Return the URL of the bucket."""
     match = _URL.fullmatch(url)
     assert match is not None, "paths on this machine have no root"
-    root = f"{match[1]}://{match[2]}"
-    return root, _filesystem(root, os.getpid())[1]
+    return f"{match[1]}://{match[2]}"
 
 
 @lru_cache(maxsize=64)
@@ -331,20 +329,3 @@ def _filesystem(root: str, pid: int) -> tuple[Any, str]:
             module = getattr(error.__cause__, "name", None) or str(error)
         raise missing(f"{scheme} URLs", module.replace("_", "-"), extra=None) from error
     return filesystem, str(base).rstrip("/")
-
-
-@contextmanager
-def _naming(url: str) -> Iterator[None]:
-    """Raise each error of a store as an OSError with the URL, an errno and the library's words, without secrets."""
-    try:
-        yield
-    except (MmposError, ImportError):
-        raise
-    except Exception as error:
-        number = getattr(error, "errno", None)
-        if not isinstance(number, int):
-            kinds = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
-            number = next((number for kind, number in kinds.items() if isinstance(error, kind)), errno.EIO)
-        words = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-        public = _SECRET.sub("", " ".join(words.split()))[:300]
-        raise OSError(number, public, url) from (error if _SECRET.search(str(error)) is None else None)

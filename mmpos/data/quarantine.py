@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmpos.data.examples import ImageError, Location, RecordError
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import counted, finite
 from mmpos.support.files import named
 
 __all__ = [
     *("MAX_SKIPPED", "OnError", "Quarantine", "QuarantineFile", "SkipLimit"),
-    *("json_line", "read_quarantine", "skips_images"),
+    *("read_quarantine", "reason", "skips_images"),
 ]
 
 OnError = Literal["raise", "skip"]
@@ -30,7 +30,20 @@ MAX_SKIPPED = 0.1
 
 _FIRST, _ALWAYS, _REASONS = 1000, 10, 3  # records of the fraction; records always skipped; reasons in an error
 
+# Quoted texts, addresses and numbers, but not those within names and paths.
+_VARIABLE = re.compile(r"""(?<!\w)('[^']*'|"[^"]*")|0x[0-9a-f]+|(?<![\w/.:-])-?\d+(\.\d+)?(?![\w/-]|\.\w)""")
+
 _logger = logging.getLogger(__name__)
+
+
+def reason(message: str, location: Location) -> str:
+    """Return what an error says without the record, quoted texts and numbers; digits within names and paths stay.
+
+    >>> reason("a (s[3]): images[1]: got 'x.jpg', want at most 20 in /data/v2/2024", Location("s", 3))
+    'images[…]: got …, want at most … in /data/v2/2024'
+    """
+    said = message.partition(str(location))[2].lstrip("): ") or message
+    return _VARIABLE.sub("…", said)[:200]
 
 
 class SkipLimit:
@@ -60,14 +73,12 @@ class SkipLimit:
 
     def skip(self, location: Location, message: str) -> None:
         """Count the latest record as skipped; raise InvalidInputError with the reasons if there are too many."""
-        if self._records > _FIRST:
-            return
-        self._skipped += 1
-        # Reasons that differ only in the record, numbers or quoted text are grouped together.
-        reason = re.sub(r"'[^']*'|[0-9]+", "", message.partition(str(location))[2] or message)
-        self._reasons[reason] += 1
-        self._examples.setdefault(reason, message)
-        self._check(_FIRST, f" of {_FIRST:,}")
+        if self._records <= _FIRST:
+            self._skipped += 1
+            said = reason(message, location)
+            self._reasons[said] += 1
+            self._examples.setdefault(said, message)
+            self._check(_FIRST, f" of {_FIRST:,}")
 
     def end(self) -> None:
         """Check the limit on the records read so far if there are fewer than 1,000; raise as in skip."""
@@ -78,13 +89,13 @@ class SkipLimit:
         allowed = max(_ALWAYS, int(self._share * records))
         if self._skipped <= allowed:
             return
-        reasons = "; ".join(
-            f"{counted(count, 'record', ',')} such as {self._examples[reason]}"
-            for reason, count in self._reasons.most_common(_REASONS)
-        )
-        more = f"; {len(self._reasons) - _REASONS} more reasons" if len(self._reasons) > _REASONS else ""
+        most = self._reasons.most_common()
+        said = [
+            f"{counted(count, 'record', ',')} such as {self._examples[reason]}" for reason, count in most[:_REASONS]
+        ]
+        said += [f"{len(most) - _REASONS} more reasons"] if len(most) > _REASONS else []
         got = f"{self._skipped:,} skipped of the first {counted(self._records, 'record', ',')}"
-        raise InvalidInputError(f"max_skipped: got {got}, want at most {allowed:,}{of}: {reasons}{more}")
+        raise InvalidInputError(f"max_skipped: got {got}, want at most {allowed:,}{of}: {'; '.join(said)}")
 
 
 class Quarantine:
@@ -100,12 +111,11 @@ class Quarantine:
     def __init__(
         self, on_error: OnError, keep: Callable[[Line], object] | None, limit: SkipLimit, facts: Line | None = None
     ) -> None:
-        self._on_error, self._keep = on_error, keep
-        self._facts = dict(facts or {})
+        self._on_error, self._keep, self._facts = on_error, keep, dict(facts or {})
         self.limit = limit
 
-    def refuse(self, location: Location, raw: object, error: RecordError) -> None:
-        """Raise the error of a record, or count the record, log a warning and keep its line.
+    def refuse(self, location: Location, raw: object, error: RecordError | LimitExceededError) -> str:
+        """Raise the error of a record, or count the record, log a warning, keep its line and return the error's text.
 
         Raises:
             RecordError: the error, if on_error is "raise"; an ImageError's own on_error is used instead.
@@ -114,27 +124,29 @@ class Quarantine:
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
         on_error = error.on_error if isinstance(error, ImageError) else self._on_error
         if on_error == "raise" or self._keep is None:
-            raise error if message == str(error) else RecordError(message) from error
+            raise error if isinstance(error, RecordError) and message == str(error) else RecordError(message) from error
         _logger.warning("skipped a record: %s", message)
-        self._keep({**_identity(location, raw), "error": message, **self._facts})
+        self._keep(self._line(location, raw, message))
         self.limit.skip(location, message)
+        return message
 
     def drop(self, location: Location, raw: object, errors: Sequence[str]) -> None:
         """Log the images left out of a document, and keep a line that contains their number as dropped_images."""
         message = "; ".join(errors)
         _logger.warning("dropped images: %s", message)
         if self._keep is not None:
-            line = {**_identity(location, raw), "error": message, "dropped_images": len(errors)}
-            self._keep({**line, **self._facts})
+            self._keep(self._line(location, raw, message, dropped_images=len(errors)))
+
+    def _line(self, location: Location, raw: object, message: str, **more: object) -> Line:
+        record = raw if isinstance(raw, Mapping) else {}
+        keys = (str(record[name]) for name in ("__key__", "key", "id") if isinstance(record.get(name), str | int))
+        key = next(keys, None)
+        return {"source": location.source, "index": location.index, "key": key, "error": message} | more | self._facts
 
 
 def skips_images(preprocess: object) -> bool:
     """Return whether a Preprocess drops images, or skips documents with broken images."""
     return getattr(preprocess, "on_image_error", None) in ("drop", "skip-document")
-
-
-def _identity(location: Location, raw: object) -> dict[str, object]:
-    return {"source": location.source, "index": location.index, "key": _key(raw)}
 
 
 class QuarantineFile:
@@ -155,29 +167,21 @@ class QuarantineFile:
             OSError: the file cannot be written; its content is unchanged.
         """
         if self._records is None:
-            self._records = {_record(known) for known in _lines(self._path)} if self._path.exists() else set()
+            self._records = set(map(_record, _lines(self._path))) if self._path.exists() else set()
         if _record(line) in self._records:
             return
-        data = json_line(line)
+        data = (json.dumps(line) + "\n").encode()
         with named(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                size = os.fstat(file).st_size
+            with self._path.open("ab", buffering=0) as file:
+                size = file.tell()
                 try:
                     while data:
-                        data = data[os.write(file, data) :]
+                        data = data[file.write(data) :]
                 except OSError:
-                    os.ftruncate(file, size)  # a partial line would corrupt the file
+                    file.truncate(size)  # a partial line would corrupt the file
                     raise
-            finally:
-                os.close(file)
         self._records.add(_record(line))
-
-
-def json_line(line: Line) -> bytes:
-    """Encode a line for the file."""
-    return (json.dumps(line) + "\n").encode()
 
 
 def read_quarantine(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -192,12 +196,3 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _record(line: Line) -> tuple[object, ...]:
     """Return the values of a line that identify the record and the epoch."""
     return tuple(value for name, value in line.items() if name not in ("key", "error"))
-
-
-def _key(raw: object) -> str | None:
-    """Return the key of a record under one of the usual names, or None."""
-    if isinstance(raw, Mapping):
-        for name in ("__key__", "key", "id"):
-            if isinstance(raw.get(name), str | int):
-                return str(raw[name])
-    return None

@@ -22,6 +22,8 @@ __all__ = ["SCHEMA", "Block", "Stage", "read_examples"]
 Block: TypeAlias = pa.Table | pa.RecordBatch | Mapping[str, Sequence[Any]]
 """A batch of records: an Arrow table or record batch, or numpy columns or lists by name."""
 
+_BATCHED = "Dataset.map passes batches if batched=True"
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -91,6 +93,8 @@ class Stage:
         for name in (self.source, self.index):
             if records and name is not None and name not in records[0]:
                 raise InvalidInputError(f"{name}: got no column {name!r}, want one of {', '.join(records[0])}")
+        if isinstance(indices, int):
+            raise InvalidInputError(f"indices: got {indices}, want a number for each record; {_BATCHED}")
         if indices is not None and len(indices) != len(records):
             got = f"{len(indices)} for {counted(len(records), 'record')}"
             raise InvalidInputError(f"indices: got {got}, want one for each record")
@@ -179,12 +183,13 @@ def _records(block: Block) -> list[dict[str, Any]]:
             texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
             binary = [column.cast(texts.get(column.type, column.type)) for column in block.columns]
             return pa.Table.from_arrays(binary, names=block.schema.names).to_pylist()
-    if not isinstance(block, Mapping) or not all(isinstance(column, np.ndarray | list) for column in block.values()):
+    if not isinstance(block, Mapping):
         want = "an Arrow table, or numpy columns or lists by name"
         raise InvalidInputError(f"block: got {type(block).__name__}, want {want}")
-    flat = [name for name, column in block.items() if not np.ndim(column) and not isinstance(column, list)]
-    if flat:
-        raise InvalidInputError(f"block[{flat[0]!r}]: got one value, want an array with one value per record")
+    for name, column in block.items():
+        if not isinstance(column, list) and (not isinstance(column, np.ndarray) or not column.ndim):
+            got = f"{type(column).__name__} in the column {name!r}"
+            raise InvalidInputError(f"block: got {got}, want an array or a list of values; {_BATCHED}")
     sizes = {len(column) for column in block.values()}
     if len(sizes) > 1:
         raise InvalidInputError(f"block: got columns of {', '.join(map(str, sorted(sizes)))} rows, want equal numbers")

@@ -18,14 +18,17 @@ from mmpos.support.extras import pip_install
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["DIFFERENT", "EXIT_CODES", "INTERRUPTED", "STDIN", "console", "read_input", "run_program", "write_output"]
+__all__ = [
+    *("DIFFERENT", "EXIT_CODES", "INTERRUPTED", "STDIN", "TERMINATED"),
+    *("console", "read_input", "run_program", "write_output"),
+]
 
 STDIN = "-"
 """File name that stands for standard input and standard output."""
 
 _WIDTH = 100
 
-MISSING, WRONG, DIFFERENT, NO_ANSWER, INTERRUPTED = 1, 2, 3, 4, 130
+MISSING, WRONG, DIFFERENT, NO_ANSWER, INTERRUPTED, TERMINATED = 1, 2, 3, 4, 130, 143
 
 EXIT_CODES: Mapping[int, str] = MappingProxyType(
     {
@@ -37,6 +40,7 @@ EXIT_CODES: Mapping[int, str] = MappingProxyType(
         DIFFERENT: "ids differ, according to mmpos check or another command",
         NO_ANSWER: "a server did not answer: it is down, overloaded or too slow",
         INTERRUPTED: "stopped by Ctrl-C",
+        TERMINATED: "stopped by SIGTERM",
     }
 )
 """Meanings of the exit codes, the same for both programs."""

@@ -85,9 +85,9 @@ def test_a_local_function_can_preprocess(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_several_actors_write_a_shard_in_the_same_parts_as_the_local_engine(tmp_path: Path) -> None:
+def test_a_large_input_becomes_the_same_files_as_with_the_local_engine(tmp_path: Path) -> None:
     @dataclass(frozen=True)
-    class LargePages:  # three pages fill a part; the class is local because cloudpickle pickles such classes by value
+    class LargePages:  # three pages fill a file; the class is local because cloudpickle pickles such classes by value
         source: str
         size: int
 
@@ -142,38 +142,25 @@ def test_the_command_starts_and_stops_its_own_ray(
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 2, 2)
     assert main(command("s*.jsonl", "--engine", "ray", "--workers", "2")) == 0
-    assert re.match(r"files       2 in out\ndocuments   4\n", capsys.readouterr().out)
+    assert re.match(r"files       2 in out: kept 0, added 2\ndocuments   4\n", capsys.readouterr().out)
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="here")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "here")
-
-
-def killed(arguments: list[str], out: Path, of: bytes = b"") -> list[int]:
-    """Kill a program after it has written one file and while it writes another; return its matching descendants.
-
-    Descendants match if ``of`` is in their command line; if ``of`` is given, one must exist when the program is killed.
-    """
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while True:
-            assert process.poll() is None
-            if list(out.glob("*.parquet")) and list(out.glob(".*.parquet.*.tmp")):
-                children = [child for child in descendants(process.pid) if of in read_proc(child, "cmdline")]
-                if children or not of:
-                    break
-            time.sleep(0.005)
-        process.kill()
-    return children
 
 
 def test_a_killed_command_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.shutdown()
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 8, 40)
+    out, actors = tmp_path / "out", list[int]()
     arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
-    out = tmp_path / "out"
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (actors and any(out.glob("*.parquet")) and any(out.glob(".*.parquet.*.tmp"))):
+            assert process.poll() is None
+            time.sleep(0.005)
+            actors = [child for child in descendants(process.pid) if b"MapWorker" in read_proc(child, "cmdline")]
+        process.kill()
     # A cluster's agents may linger for a minute, but its actors must not, since they write.
-    actors = killed(arguments, out, of=b"MapWorker")
-    assert actors
     assert eventually(lambda: not any(map(alive, actors))), "actors outlive their driver"
     assert 0 < len(list(out.glob("*.parquet"))) < 8
     assert main(command("s*.jsonl")) == 0

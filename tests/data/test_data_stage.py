@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -34,6 +35,8 @@ PREPROCESS = Preprocess(Pairs(), SequenceBuilder(images=IMAGES))
 STAGE = Stage(PREPROCESS, source="path", index="row")
 RECORDS: list[dict[str, Any]] = [{"jpg": photo(i), "txt": f"photo {i}", "path": "a.tar", "row": i} for i in range(4)]
 RECORDS[2] |= {"jpg": b"no image", "txt": "broken"}
+DATASET = datasets.Dataset.from_list(RECORDS)
+BATCHED = "want an array or a list of values; Dataset.map passes batches if batched=True"
 
 
 def columns() -> dict[str, Any]:
@@ -72,7 +75,12 @@ def test_an_empty_batch_stays_empty() -> None:
         (lambda: STAGE([1]), "block: got list, want an Arrow table, or numpy columns or lists by name"),
         (lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}), "block: got columns of 2, 3 rows, want equal numbers"),
         (lambda: STAGE({"txt": np.zeros(2)}), "path: got no column 'path', want one of txt"),
-        (lambda: STAGE({"txt": np.array("a")}), "block['txt']: got one value, want an array with one value per record"),
+        (lambda: STAGE({"txt": np.array("a")}), f"block: got ndarray in the column 'txt', {BATCHED}"),
+        (lambda: DATASET.map(STAGE), f"block: got bytes in the column 'jpg', {BATCHED}"),
+        (
+            lambda: DATASET.with_format("arrow").map(STAGE, with_indices=True),
+            "indices: got 0, want a number for each record; Dataset.map passes batches if batched=True",
+        ),
         (
             lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}, [5]),
             "preprocess: got NoneType for records[5], want an Example",

@@ -218,17 +218,12 @@ def test_errors_name_an_inconsistent_row(tmp_path: Path, column: str, value: obj
         list(shard.examples())
 
 
-def _leaf(path: Path, name: str) -> int:
-    schema = parquet.ParquetFile(path).schema
-    return next(i for i in range(len(schema)) if schema.column(i).path == name)
-
-
 def test_a_flipped_bit_causes_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     shard = written(path, [example("a", [PHOTO])])
     content = bytearray(path.read_bytes())
-    column = parquet.ParquetFile(path).metadata.row_group(0).column(_leaf(path, "patches"))
-    assert column.path_in_schema == "patches"
+    group = parquet.ParquetFile(path).metadata.row_group(0)
+    (column,) = (one for one in map(group.column, range(group.num_columns)) if one.path_in_schema == "patches")
     content[column.data_page_offset + column.total_compressed_size - 9] ^= 1
     path.write_bytes(content)
     with pytest.raises(InvalidInputError, match=r"x\.parquet\[0\]: got .*CRC.*, want a readable record"):

@@ -68,17 +68,13 @@ def test_a_request_that_fails_once_is_retried(fault: Fault, faults: FaultyStore,
     assert read(path) == DATA[:-1]
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        pytest.param("busy", OSError, marks=pytest.mark.slow, id="busy"),
-        pytest.param("cut", OSError, marks=pytest.mark.slow, id="cut"),
-        pytest.param("denied", OSError, id="denied"),
-    ],
-)
-def test_a_failed_read_names_the_url(fault: Fault, kind: type[OSError], faults: FaultyStore, path: str) -> None:
+SLOW = pytest.mark.slow  # the storage library retries for several seconds
+
+
+@pytest.mark.parametrize("fault", [pytest.param("busy", marks=SLOW), pytest.param("cut", marks=SLOW), "denied"])
+def test_a_failed_read_names_the_url(fault: Fault, faults: FaultyStore, path: str) -> None:
     faults.fail(fault, "GET", "data.bin")
-    with pytest.raises(kind, match=re.escape(repr(path))) as raised:
+    with pytest.raises(OSError, match=re.escape(repr(path))) as raised:
         read(path)
     assert raised.value.errno == errno.EIO
 
@@ -104,7 +100,7 @@ def _table() -> bytes:
     [("a.tar", _tar), ("a.parquet", _table), ("a.jsonl", lambda: b'{"n": 1}\n' * 100)],
     ids=["tar", "parquet", "jsonl"],
 )
-@pytest.mark.slow  # the storage library retries for several seconds
+@SLOW
 @pytest.mark.parametrize("fault", ["busy", "cut"])
 def test_a_failing_store_is_not_a_record_error(
     fault: Fault, name: str, data: Callable[[], bytes], faults: FaultyStore, path: str
@@ -118,18 +114,10 @@ def test_a_failing_store_is_not_a_record_error(
     assert raised.value.errno == errno.EIO
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        pytest.param("busy", OSError, marks=pytest.mark.slow, id="busy"),
-        pytest.param("denied", OSError, id="denied"),
-    ],
-)
-def test_a_failed_upload_leaves_the_existing_file_unchanged(
-    fault: Fault, kind: type[OSError], faults: FaultyStore, path: str
-) -> None:
+@pytest.mark.parametrize("fault", [pytest.param("busy", marks=SLOW), "denied"])
+def test_a_failed_upload_leaves_the_existing_file_unchanged(fault: Fault, faults: FaultyStore, path: str) -> None:
     faults.fail(fault, "PUT", "data.bin")
-    with pytest.raises(kind, match=re.escape(repr(path))):
+    with pytest.raises(OSError, match=re.escape(repr(path))):
         write(path, b"after")
     assert read(path) == DATA
 

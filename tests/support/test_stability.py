@@ -104,15 +104,18 @@ def test_fingerprints_and_block_keys_are_unchanged() -> None:
 
 
 if __name__ == "__main__":
+    import fsspec
+
     from mmpos.data.planner.index import read_headers
 
     with data.SequenceWriter(GOLDEN / "sequences.parquet") as writer:
         for example in examples():
             writer.write(example)
         writer.refuse("broken", "no image")
-    headers, shard, row = read_headers([data.SequenceShard(GOLDEN / "sequences.parquet")])
-    plan = data.plan(headers, max_tokens=32, ranks=1, window=4)
-    data.write_index(GOLDEN / "plan.parquet", plan, [STORED], shard, row)
+    fsspec.filesystem("memory").pipe(STORED, (GOLDEN / "sequences.parquet").read_bytes())
+    shards = [data.SequenceShard(STORED)]
+    plan = data.plan(read_headers(shards), max_tokens=32, ranks=1, window=4)
+    data.write_index(GOLDEN / "plan.parquet", plan, shards)
     next(iter(rank := loader()))
     (GOLDEN / "state.json").write_text(json.dumps(rank.state_dict(), indent=1) + "\n", encoding="utf-8")
     (GOLDEN / "objects.pickle").write_bytes(pickle.dumps(objects(), protocol=5))

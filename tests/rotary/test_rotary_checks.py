@@ -25,7 +25,18 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, angles, apply_rotary, memory, rerotate, rotate_and_store
+from mmpos.rotary import (
+    Cache,
+    DevicePositions,
+    Norm,
+    Rotary,
+    angles,
+    apply_rotary,
+    memory,
+    rerotate,
+    rotate_and_store,
+    split_qkv,
+)
 from mmpos.rotary import cos_sin as tables_of
 
 ROTARY = Rotary(head_dim=16)
@@ -78,7 +89,7 @@ def by_cache(cos_sin: Any, positions: Any = THIRTEEN, rotary: Rotary = SECTIONS)
     return calls(zeros(13, 2, 20), zeros(13, 1, 20), positions, rotary, cos_sin=cos_sin)
 
 
-THREE_AXES = Rotary(12, axes=3)
+THREE_AXES, ZEROS = Rotary(12, axes=3), torch.zeros(13, 84)
 FIELDS = {"cache_layout": "layout"} | {name: name for name in Cache._fields}
 
 
@@ -98,6 +109,10 @@ def moves(**changed: Any) -> Callable[[], None]:
     arguments: dict[str, Any] = {"k_cache": zeros(4, 16, 2, 12), "slots": torch.arange(13), "rotary": THREE_AXES}
     arguments |= {"from_positions": THIRTEEN, "to_positions": THIRTEEN}
     return lambda: rerotate(**(arguments | changed))
+
+
+def splits(qkv: Any = ZEROS, **changed: Any) -> Callable[[], Any]:
+    return lambda: split_qkv(qkv, **({"num_heads": 3, "num_kv_heads": 2, "head_dim": 12} | changed))
 
 
 BY_HEAD, BOTH, SAME = zeros(4, 2, 16, 12), zeros(4, 16, 2, 24), zeros(13, 2, 12)
@@ -233,6 +248,21 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies": [
         by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))
     ],
+    "qkv: got width 84, want 96 = (4 num_heads + 2·2 num_kv_heads)·12 head_dim": [splits(num_heads=4)],
+    "qkv: got width 84, want 132 = (3 num_heads + 2·4 num_kv_heads)·12 head_dim": [splits(num_kv_heads=4)],
+    "qkv: got width 84, want 120 = (2·3 num_heads + 2·2 num_kv_heads)·12 head_dim; this width matches gate=False": [
+        splits(gate=True)
+    ],
+    "qkv: got width 120, want 84 = (3 num_heads + 2·2 num_kv_heads)·12 head_dim; this width matches gate=True": [
+        splits(zeros(2, 13, 120))
+    ],
+    "qkv: got shape (84,), want (tokens, width) or (batch, seq, width)": [splits(zeros(84))],
+    "qkv: got shape (1, 13, 7, 12), want (tokens, width) or (batch, seq, width)": [splits(zeros(1, 13, 7, 12))],
+    "qkv: got list, want a tensor": [splits([[1.0]])],
+    "num_heads: got 0, want >= 1": [splits(num_heads=0)],
+    "num_kv_heads: got -1, want >= 1": [splits(num_kv_heads=-1)],
+    "head_dim: got 0, want >= 1": [splits(head_dim=0)],
+    "gate: got 'no', want True or False": [splits(gate="no")],
     "k: got None, want a tensor; use apply_rotary to rotate q alone": [stores(k=None)],
     "return_k: got 'yes', want True or False": [stores(return_k="yes")],
     "v: got NoneType, want a tensor of torch.float32 as for k": [stores(v=None)],
@@ -326,6 +356,25 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         for offset in (float("inf"), -1e39)
     },
 }
+
+
+ALIKE = "got a rotary with head_axes, want one whose heads all rotate alike"
+NEGATIVE = torch.view_as_complex(torch.zeros(16, 2, 16, 2)).conj().imag
+UNSUPPORTED: dict[str, Callable[[], Any]] = {
+    f"layout 'torchtitan': {ALIKE}": lambda: tables_of(FOUR_HEADS, POSITIONS, "torchtitan"),
+    f"angles: {ALIKE}": lambda: angles(FOUR_HEADS, POSITIONS),
+    "angles: got precision 'hf', want 'exact'; wrapped angles would differ from those of Transformers": (
+        lambda: angles(Rotary(16, precision="hf"), POSITIONS)
+    ),
+    "q: got a negative view, want inplace=False": calls(NEGATIVE, inplace=True),
+    "cos_sin: got a tensor that requires gradients, want one that does not": by_cache(zeros(9, 12).requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_unsupported_calls_raise_a_precise_error(message: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
+        UNSUPPORTED[message]()
 
 
 @pytest.mark.parametrize("message", REFUSALS)

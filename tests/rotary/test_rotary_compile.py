@@ -17,9 +17,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import (
+    Cache,
     DevicePositions,
     Norm,
     Rotary,
@@ -492,3 +494,39 @@ def test_tracers_and_dispatch_modes_see_the_operator(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(operators, "_FUNCTIONS", {})  # functions of operators must not be called directly
     monkeypatch.setattr(memory, "_modes", lambda: 1)
     assert torch.equal(rotate(q), want)
+
+
+class Operations(TorchDispatchMode):
+    """A mode that records the names of the operations that a block of code runs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.views: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        self.views.append(func.is_view)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_rotation_runs_one_operator_besides_views_and_copies_nothing(gate: bool) -> None:
+    qkv, positions = (
+        heads(13, 1, (10 if gate else 7) * 12).squeeze(-2).to(DEVICE),
+        as_device(packed("rope-tie").slice(0, 13)),
+    )
+    options: Any = {"num_heads": 3, "num_kv_heads": 2, "head_dim": 12, "gate": gate}
+    (q, k, v, _), rotary = split_qkv(qkv, **options), Rotary(12, rotary_dim=8)
+    keys, values = torch.zeros(2, 16, 2, 12, device=DEVICE)
+    cache = Cache(keys, values, torch.arange(13, device=DEVICE))
+    calls: dict[str, Callable[[], Any]] = {
+        "rotate": lambda: apply_rotary(q, k, positions, rotary),
+        "rotate_": lambda: apply_rotary(q, k, positions, rotary, inplace=True),
+        "rotate_and_store_": lambda: rotate_and_store(q, k, v, positions, rotary, cache, inplace=True),
+    }
+    for name, call in calls.items():
+        with Operations() as seen:
+            split_qkv(qkv, **options)
+            call()
+        assert [n for n, view in zip(seen.names, seen.views, strict=True) if not view] == [f"mmpos::{name}"]

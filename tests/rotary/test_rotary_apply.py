@@ -44,10 +44,8 @@ import mmpos
 from mmpos import Grid, Placeholders, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rotate_and_store, split_qkv
 from mmpos.rotary import cos_sin as tables_of
-from mmpos.rotary.device import frequencies_of, ids_on, rotation_of
+from mmpos.rotary.device import frequencies_of
 from mmpos.rotary.kernel import tiling
-from mmpos.rotary.operators import rotate
-from mmpos.rotary.reference import AUTO, NO_NORM, REFERENCE, TRITON
 
 PAIRINGS = ("half", "adjacent")
 EVERY = pytest.mark.parametrize("way", ["reference", "auto", "triton"])
@@ -606,9 +604,11 @@ def test_a_cache_of_exact_cos_and_sin_reproduces_the_rotation_with_its_factor_ap
     assert_same_bits(one(q, THIRTEEN, rotary, way, cos_sin=rows), one(q, THIRTEEN, rotary, way))
 
 
-@pytest.mark.parametrize("implementation", [REFERENCE, AUTO, TRITON])
+@EVERY
 @pytest.mark.parametrize("row", [ROWS, -1, 2**31 - 1, -(2**31), 2**32 + 3, 3 - 2**40])
-def test_an_unchecked_id_beyond_the_cache_makes_only_its_own_pairs_nan(row: int, implementation: Any) -> None:
+def test_an_unchecked_id_beyond_the_cache_makes_only_its_own_pairs_nan(
+    row: int, way: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids, q, rotary = dense(THIRTEEN).to(torch.int64, copy=True), device_heads(13, 3, 20), CACHED["sections"]
     cache = rows_of(12, rows=3 * ROWS)[ROWS : 2 * ROWS]  # memory before and after the cache is readable
     expected = engines(q, ids, cache, rotary)
@@ -617,17 +617,12 @@ def test_an_unchecked_id_beyond_the_cache_makes_only_its_own_pairs_nan(row: int,
         ids[axis, token] = row
         for j, pair in enumerate(zip(*channels(rotary), strict=True)):
             nan[token, list(pair)] = pair_axes(rotary)[j] == axis
-    arguments = (
-        ids,
-        cache,
-        *rotation_of(ids_on(dense(THIRTEEN), rotary, DEVICE), rotary, implementation=implementation)[2:],
-    )
-    turned = rotate(q[None], q[None, :, :1], *NO_NORM, *arguments)[0][0]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
+    turned = one(q, ids, rotary, way, cos_sin=cache)
     assert torch.equal(turned.isnan(), nan[:, None].expand(13, 3, 20))
     assert torch.equal(turned.nan_to_num(0.0), expected.masked_fill(nan[:, None], 0.0))
     # A norm after the rotation spreads NaN within a head but not to other heads.
-    weight = torch.ones(20, device=DEVICE)
-    normed = rotate(q[None], q[None, :, :1], weight, None, 1e-6, 0.0, True, *arguments)[0][0]
+    normed = one(q, ids, rotary, way, cos_sin=cache, norm=Norm(torch.ones(20, device=DEVICE), after=True))
     assert torch.equal(normed.isnan(), nan.any(1)[:, None, None].expand(13, 3, 20))
 
 

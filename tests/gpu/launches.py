@@ -393,12 +393,10 @@ def backward(scene: Scene) -> Results:
     q, k, *weights = leaves.values()
     assert q is not None
     assert k is not None
-    how: Any = scene.how
+    how: Any = {**scene.how, "layout": launch.layout}
     if scene.norm is not None:
         how |= {"norm": scene.norm._replace(q_weight=weights[0], k_weight=weights[1])}
-    outs = apply_rotary(
-        scene.arranged(q), scene.arranged(k), scene.positions, scene.rotary, layout=launch.layout, **how
-    )  # type: ignore[arg-type]
+    outs = apply_rotary(scene.arranged(q), scene.arranged(k), scene.positions, scene.rotary, **how)
     pairs = [(out, scene.arranged(g)) for out, g in zip(outs, scene.grads, strict=True) if out is not None]
     of, grads = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
     sources: Any = [leaves[name] for name in names]

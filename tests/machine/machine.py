@@ -113,10 +113,10 @@ class Blocks:
             if opcode in STEPS:
                 STEPS[opcode](self, instruction, active)
             elif opcode in OPERATIONS:
-                (target, *operands) = instruction.operands
-                values = map(self.value, operands, OPERATIONS[opcode].operands)
+                target: Any = instruction.operands[0]
+                values = [*map(self.value, instruction.operands[1:], OPERATIONS[opcode].operands)]
                 if not active.all():  # the registers of other threads may hold what an operation refuses
-                    values = (x[active] for x in values)
+                    values = [x[active] for x in values]
                 with np.errstate(all="ignore"):
                     result = OPERATIONS[opcode].compute(*values)
                 self._register(target)[active] = self._bits(result, target)

@@ -116,10 +116,11 @@ SLOW = ("MHRoPE", "two heads per axis", "an unrotated head", "scaled", "out of o
 )
 def test_every_allocation_agrees(name: str, way: str, tile: Any) -> None:
     tile(32, 1)
-    rotaries = list(ROTARIES | BY_HEAD)
-    for i, pairing in enumerate(PAIRINGS[rotaries.index(name) % 2 :: 2] if way == "triton" else PAIRINGS):
-        rotary = replace((ROTARIES | BY_HEAD)[name], pairing=pairing)  # type: ignore[arg-type]
-        count, dtype = rotary.own_heads or 1, DTYPES[(rotaries.index(name) + i) % 3]
+    rotaries = {**ROTARIES, **BY_HEAD}
+    order = list(rotaries).index(name)
+    for i, pairing in enumerate(PAIRINGS[order % 2 :: 2] if way == "triton" else PAIRINGS):
+        rotary = replace(rotaries[name], pairing=pairing)  # type: ignore[arg-type]
+        count, dtype = rotary.own_heads or 1, DTYPES[(order + i) % 3]
         table = packed(BY_AXES[rotary.axes], 70_000)
         q, k = device_heads(32, 2 * count, rotary.head_dim, dtype), device_heads(32, count, rotary.head_dim, dtype, 1)
         assert_true(assert_agrees(way, q, k, table, rotary), q, k, table, rotary)
@@ -161,7 +162,7 @@ def test_every_table_and_every_form_of_it_agree(scheme: str, view: str, way: str
     for form in forms[len(view) % 2 :: 2] if way == "triton" else forms:  # the interpreter is slow
         assert_agrees(way, q, k, FORMS[form](table), rotary, table)
     if table.fractional:  # float64 can only approximate thirds: rounding down may differ by one unit of 2⁻³²
-        assert_within(one(q, dense(table).double(), rotary, way), want[0], rotations(want[0], 2 * EXACT))  # type: ignore[arg-type]
+        assert_within(one(q, dense(table).double(), rotary, way), want[0], rotations(want[0], 2 * EXACT))
     assert_dense(table)
 
 
@@ -650,8 +651,8 @@ def test_parts_of_a_packed_qkv_are_views_that_are_rotated_like_separate_tensors(
     apart, parts = separate(qkv, gate), split_qkv(qkv, num_heads=3, num_kv_heads=2, head_dim=12, gate=gate)
     assert (parts.gate is not None) == gate
     views = [x for x in parts if x is not None]
-    for part, want in zip(views, apart, strict=True):
-        assert torch.equal(part, want)
+    for part, copy in zip(views, apart, strict=True):
+        assert torch.equal(part, copy)
         assert part.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
     want = apply_rotary(apart[0], apart[1], table, rotary, norm=norm, implementation=way)
     got = apply_rotary(parts.q, parts.k, table, rotary, norm=norm, implementation=way)

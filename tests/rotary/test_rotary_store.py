@@ -80,8 +80,8 @@ def assert_stored(way: str, tensors: list[Tensor], cache: Held, slots: Tensor, *
 
 def some_norm(names: str, after: bool) -> Norm | None:
     """Return a norm of the named tensors, or None."""
-    weights = (heads(1, 1, 12, seed=ord(x)).flatten() if x in names else None for x in "qk")
-    return Norm(*weights, 1e-5, 0.5, after) if names else None
+    q_weight, k_weight = (heads(1, 1, 12, seed=ord(x)).flatten() if x in names else None for x in "qk")
+    return Norm(q_weight, k_weight, 1e-5, 0.5, after) if names else None
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,8 @@ def test_autograd_detects_that_saved_tensors_were_written(way: Any, inplace: boo
     cache, (q, k, v) = CACHES["NHD"](4, 16, 2, 12, torch.float32), qkv()
     factor = torch.zeros((), requires_grad=True, device=DEVICE)
     saved = [(factor * x).sum() for x in (cache.key, cache.value, *([q, k] if inplace else []))]
-    slots, options = torch.arange(13, device=DEVICE), {"inplace": inplace, "return_k": inplace}
+    slots = torch.arange(13, device=DEVICE)
+    options: Any = {"inplace": inplace, "return_k": inplace}
     rotate_and_store(q, k, v, TABLE, ROTARY, cache.with_slots(slots), implementation=way, **options)
     saved.append((factor * cache.key).sum())
     rerotate(cache.key, slots, TABLE, NEW, ROTARY, implementation=way)

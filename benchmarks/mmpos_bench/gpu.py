@@ -236,7 +236,7 @@ def write_report(folder: Path) -> None:
     problems = problems_in(folder)
     lines += ["\n## Problems\n" if problems else "\nNo problems.", *(f"- {problem}" for problem in problems)]
     if results := list(read_tests(folder)):
-        lines += ["\n## Tests\n\nThe worst error of launches against float64 is a fraction of its bound.\n"]
+        lines += ["\n## Tests\n\nThe worst difference from the reference is a fraction of its bound.\n"]
         rows = [[name, *(f"{value:.4g}" for value in counts.values())] for name, counts, _ in results]
         lines += [markdown([["folder", *results[0][1]], *rows])]
     for report in reports:

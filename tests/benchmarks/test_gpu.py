@@ -211,7 +211,7 @@ def test_a_dry_run_requires_neither_an_installed_package_nor_the_extension(tmp_p
     assert len({name.partition("[")[0] for name in cases}) == len(cases) - len(launches) + 1
     ran = re.search(r"\n- tests/gpu: a dry run runs (\d+) of (\d+) tests, one of each kind, and none of ", done.stdout)
     assert ran is not None
-    assert (int(ran[1]), int(ran[2]) > 300) == (len(cases), True)
+    assert (int(ran[1]), int(ran[2]) > 100) == (len(cases), True)
     reports = gpu.reports_in(out)
     assert {(report.machine.commit, report.machine.native) for report in reports} == {("abc", False)}
     timed = {m.group.removesuffix(", bfloat16"): m for m in reports[1].measurements}

@@ -22,7 +22,7 @@ WARP_BITS, BLOCK_SHIFT = 6, 26
 SEVERAL_WARPS, SEVERAL_BLOCKS, NEVER = (1 << WARP_BITS) - 1, 1 << 62, -1
 
 
-def stamp(block: int, epoch: int, warp: Numbers) -> Numbers:
+def stamp(block: Numbers, epoch: Numbers, warp: Numbers) -> Numbers:
     """Return who accesses memory and when, as one number per thread: block, barriers that it has passed, and warp."""
     return (block << BLOCK_SHIFT) + (epoch << WARP_BITS) + warp
 
@@ -79,7 +79,9 @@ class Span:
         self.data[where] = values
         self.writers[where] = stamps
         self.known[where] = True
-        if (self.data[where] != values).any() or (not self.shared and (self.writers[where] != stamps).any()):
+        if not self.shared:  # several threads wrote a byte at once, and one of them was noted
+            self._check(self.writers[where], stamps, "writes what {} wrote")
+        if (self.data[where] != values).any():
             raise Fault("race: threads write to one address at once")
         return values
 
@@ -91,6 +93,7 @@ class Span:
         self.readers[where] = new
         lost = self.readers[where] != new  # several warps read a byte at once, and one of them was noted
         self.readers[where[lost]] |= SEVERAL_WARPS
+        self.readers[where[self.readers[where] >> BLOCK_SHIFT != new >> BLOCK_SHIFT]] = SEVERAL_BLOCKS
 
     @staticmethod
     def _check(last: Numbers, who: Numbers, what: str) -> None:

@@ -1,8 +1,7 @@
-"""Run a kernel as a GPU does: blocks one after another, each with all its threads at once as elements of arrays."""
+"""Run a kernel as a GPU does: the threads of many blocks at once, as elements of arrays."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any
@@ -16,22 +15,22 @@ from torch import Tensor
 
 WARP = 32
 MOST_STEPS = 1_000_000
-"""Steps of a block after which a loop counts as endless."""
+"""Stretches of code after which a loop counts as endless."""
+
+MOST_THREADS = 1 << 13
+"""Threads that run at once; more take more memory and hardly less time."""
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 GARBAGE = 0xFFC1FFC1FFC1FFC1
 """What a register holds in threads that have not written it: NaN in every type of floating point."""
 
-executed: Counter[str] = Counter()
-"""How often each opcode has run in this process."""
-
 Active = NDArray[np.bool_]
-STEPS: dict[str, Callable[[Block, Instruction, Active], None]] = {}
+STEPS: dict[str, Callable[[Blocks, Instruction, Active], None]] = {}
 """What opcodes do that are more than a function of registers."""
 
 
 def step(patterns: str) -> Callable[[Any], Any]:
-    """Register a method of Block as the one that executes opcodes."""
+    """Register a method of Blocks as the one that executes opcodes."""
 
     def register(method: Any) -> Any:
         STEPS.update(dict.fromkeys(spelled(patterns), method))
@@ -53,44 +52,51 @@ def run(
         tensors: all that the launch may access.
     """
     memory = Memory([*tensors, *program.constants.values()])
-    for z, y, x in product(*map(range, reversed(grid))):
-        Block(program, grid, (x, y, z), shared, parameters, memory).run()
+    indices = np.array([*product(*map(range, reversed(grid)))], np.uint32)[:, ::-1]
+    size = max(1, MOST_THREADS // program.threads)
+    for first in range(0, len(indices), size):
+        Blocks(program, grid, indices[first : first + size], shared, parameters, memory).run()
 
 
-class Block:
-    """The threads of one block, with their registers, which hold bits, and their shared and local memory.
+class Blocks:
+    """The threads of some blocks, with their registers, which hold bits, and their shared and local memory.
 
-    A step executes the instruction with the lowest number that any thread has reached, in all threads that have reached
-    it, so that branches join again as early as possible.
+    A step executes the code from the lowest instruction that any thread has reached to the next branch, barrier or
+    label, in all threads that have reached it, so that branches join again as early as possible.
     """
 
     def __init__(
-        self, program: Program, grid: tuple[int, ...], index: tuple[int, ...], shared: int,
+        self, program: Program, grid: tuple[int, ...], indices: NDArray[np.uint32], shared: int,
         parameters: Mapping[str, int], memory: Memory,
     ) -> None:  # fmt: skip
-        self.program, self.parameters = program, parameters
-        self.threads = np.arange(program.threads)
-        self.number, self.epoch = index[0] + grid[0] * (index[1] + grid[1] * index[2]), 0
-        self.spaces: dict[str, Span | Memory] = {"global": memory, "shared": scratch(shared)}
-        self.spaces["local"] = scratch(program.local * program.threads)
-        self.symbols = {"global_smem": 0, "__local_depot0": 0}
-        self.symbols |= {name: table.data_ptr() for name, table in program.constants.items()}
-        self.symbols |= {f"%ctaid.{axis}": index[i] for i, axis in enumerate("xyz")}
-        self.symbols |= {f"%nctaid.{axis}": grid[i] for i, axis in enumerate("xyz")}
-        self.registers: dict[str, Array] = {"%tid.x": self.threads.astype(np.uint32)}
-        self.carry = np.zeros(program.threads, np.uint64)
-        self.at = np.zeros(program.threads, np.int64)
-        self.waiting = np.zeros(program.threads, np.bool_)
+        self.program, self.parameters, self.shared = program, parameters, shared
+        count, (x, y, z) = len(indices), indices.T.astype(np.int64)
+        self.threads = np.arange(count * program.threads)
+        self.block = self.threads // program.threads
+        self.number, self.epoch = x + grid[0] * (y + grid[1] * z), np.zeros(count, np.int64)
+        self.spaces: dict[str, Span | Memory] = {"global": memory, "shared": scratch(shared * count)}
+        self.spaces["local"] = scratch(program.local * len(self.threads))
+        symbols = {"global_smem": 0, "__local_depot0": 0, **{n: x.data_ptr() for n, x in program.constants.items()}}
+        self.symbols = symbols | {f"%nctaid.{axis}": grid[i] for i, axis in enumerate("xyz")}
+        self.registers: dict[str, Array] = {"%tid.x": (self.threads % program.threads).astype(np.uint32)}
+        self.registers |= {f"%ctaid.{axis}": indices[self.block, i] for i, axis in enumerate("xyz")}
+        self.numbers: dict[tuple[str, str], Array] = {}
+        self.carry = np.zeros(len(self.threads), np.uint64)
+        self.at = np.zeros(len(self.threads), np.int64)
+        self.waiting = np.zeros(len(self.threads), np.bool_)
 
     def run(self) -> None:
         """Execute the program to its end in all threads."""
-        code = self.program.code
+        code, ends = self.program.code, self.program.ends
         for _ in range(MOST_STEPS):
             live = self.at < len(code)
             ready = live & ~self.waiting
             if ready.any():
                 number = self.at[ready].min()
-                self._execute(code[number], ready & (self.at == number))
+                active = ready & (self.at == number)
+                self.at[active] = ends[number]
+                for instruction in code[number : ends[number]]:
+                    self._execute(instruction, active)
             elif live.any():
                 self._pass_barrier()
             else:
@@ -99,24 +105,25 @@ class Block:
 
     def _execute(self, instruction: Instruction, active: Active) -> None:
         opcode = instruction.opcode
-        executed[opcode] += 1
-        self.at[active] += 1
-        if instruction.guard:
-            active = active & (self.value(instruction.guard, "pred") != instruction.negated)
         try:
-            if not active.any():
-                pass
-            elif opcode in STEPS:
+            if instruction.guard:
+                active = active & (self.value(instruction.guard, "pred") != instruction.negated)
+                if not active.any():
+                    return
+            if opcode in STEPS:
                 STEPS[opcode](self, instruction, active)
             elif opcode in OPERATIONS:
-                target, *operands = instruction.operands
-                values = map(self.value, operands, OPERATIONS[opcode].operands)
+                target: Any = instruction.operands[0]
+                values = [*map(self.value, instruction.operands[1:], OPERATIONS[opcode].operands)]
+                if not active.all():  # the registers of other threads may hold what an operation refuses
+                    values = [x[active] for x in values]
                 with np.errstate(all="ignore"):
-                    self.write(target, OPERATIONS[opcode].compute(*values), active)
+                    result = OPERATIONS[opcode].compute(*values)
+                self._register(target)[active] = self._bits(result, target)
             else:
                 raise Fault("unknown instruction")
         except Fault as fault:
-            raise Fault(f"{fault}, in `{instruction.text}` of {self.program.name}, block {self.number}") from None
+            raise Fault(f"{fault}, in `{instruction.text}` of {self.program.name}") from None
 
     # Registers.
 
@@ -132,16 +139,21 @@ class Block:
 
     def value(self, operand: Any, kind: str) -> Array:
         """Return a register, symbol or number as an array of a type, with one element per thread."""
-        size = BYTES[kind]
-        if operand in self.symbols:
-            bits = np.full(len(self.threads), self.symbols[operand], BITS[size])
-        elif operand.startswith("%"):
-            bits = self._register(operand)
-            if bits.itemsize != size:
-                raise Fault(f"{operand} has {bits.itemsize} bytes, and {kind} has {size}")
-        else:
-            number = int(operand[2:], 16) if operand[:2] in ("0f", "0d") else int(operand.rstrip("U"), 0)
-            bits = np.full(len(self.threads), number & (1 << 8 * size) - 1, BITS[size])
+        if operand[0] == "%" and operand not in self.symbols:
+            return self._as(self._register(operand), kind, operand)
+        if (operand, kind) not in self.numbers:
+            if operand in self.symbols:
+                number = self.symbols[operand]
+            else:
+                number = int(operand[2:], 16) if operand[:2] in ("0f", "0d") else int(operand.rstrip("U"), 0)
+            bits = np.full(len(self.threads), number & (1 << 8 * BYTES[kind]) - 1, BITS[BYTES[kind]])
+            self.numbers[operand, kind] = self._as(bits, kind, operand)
+        return self.numbers[operand, kind]
+
+    @staticmethod
+    def _as(bits: Array, kind: str, operand: str) -> Array:
+        if bits.itemsize != BYTES[kind]:
+            raise Fault(f"{operand} has {bits.itemsize} bytes, and {kind} has {BYTES[kind]}")
         if kind == "bf16":
             return (bits.astype(np.uint32) << 16).view(np.float32)
         return bits.view(DTYPES[kind]).reshape(len(bits), 2) if kind == "f32x2" else bits.view(DTYPES[kind])
@@ -149,8 +161,10 @@ class Block:
     def write(self, name: Any, values: Array, active: Active) -> None:
         """Write one value per thread to a register, in the active threads."""
         if name != "_":
-            target = self._register(name)
-            np.copyto(target, np.ascontiguousarray(values).view(target.dtype).reshape(-1), where=active)
+            np.copyto(self._register(name), self._bits(values, name), where=active)
+
+    def _bits(self, values: Array, name: str) -> Array:
+        return np.ascontiguousarray(values).view(BITS[self._width(name)]).reshape(-1)
 
     @step("mov.{pred,b16,u16,b32,u32,b64,u64}")
     def _move(self, instruction: Instruction, active: Active) -> None:
@@ -198,10 +212,11 @@ class Block:
         self.waiting |= active
 
     def _pass_barrier(self) -> None:
-        if (self.at != self.at[0]).any():
+        places = self.at.reshape(-1, self.program.threads)
+        if (places != places[:, :1]).any():
             raise Fault(f"threads of {self.program.name} wait at different barriers, or have ended")
+        self.epoch[self.waiting.reshape(places.shape)[:, 0]] += 1
         self.waiting[:] = False
-        self.epoch += 1
 
     @step("bar.warp.sync")
     def _wait_for_warp(self, instruction: Instruction, active: Active) -> None:
@@ -258,11 +273,14 @@ class Block:
 
     def _bytes(self, space: str, address: Array, width: int, threads: Array, values: Array | None = None) -> Array:
         """Load or store ``width`` bytes per thread in a space."""
-        if space == "local":
-            if (address + width > self.program.local).any():
-                raise Fault("outside: beyond the local memory of a thread")
-            address = address + threads * self.program.local
-        return self.spaces[space].access(address, width, stamp(self.number, self.epoch, threads // WARP), values)
+        if space != "global":
+            size, owner = (self.program.local, threads) if space == "local" else (self.shared, self.block[threads])
+            if (wrong := (address < 0) | (address + width > size)).any():
+                raise Fault(f"outside: {width} bytes at byte {int(address[wrong][0])} of {size} of {space} memory")
+            address = address + owner * size
+        block = self.block[threads]
+        who = stamp(self.number[block], self.epoch[block], threads % self.program.threads // WARP)
+        return self.spaces[space].access(address, width, who, values)
 
     @step("{ld,st}matrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared.b16")
     def _matrices(self, instruction: Instruction, active: Active) -> None:

@@ -88,6 +88,12 @@ def field(a: Array, start: Array, length: Array) -> Array:
     return a << (32 - start - length).astype(a.dtype) >> (32 - length).astype(a.dtype)
 
 
+def inserted(a: Array, b: Array, start: Array, length: Array) -> Array:
+    """Return b with a field of bits that has the low bits of a."""
+    mask = ((uint64(1) << length.astype(uint64)) - uint64(1)) << start.astype(uint64)
+    return ((a.astype(uint64) << start.astype(uint64) & mask) | (b & ~mask)).astype(uint32)
+
+
 def permuted(a: Array, b: Array, selector: Array) -> Array:
     """Pick each byte among the four of a and the four of b by a hexadecimal digit."""
     result = np.zeros_like(a)
@@ -124,6 +130,7 @@ define("shl.{b16,b32,b64}", "T u32 -> T", shifted_left)
 define("shr.{u16,u32,u64,s32,s64}", "T u32 -> T", shifted_right)
 define("shf.l.wrap.b32", "T T T -> T", lambda low, high, by: (joined(high, low) << (by & 31) >> 32).astype(uint32))
 define("bfe.{u32,s32}", "T u32 u32 -> T", field)
+define("bfi.b32", "T T u32 u32 -> T", inserted)
 define("prmt.b32", "T T T -> T", permuted)
 define("selp.{b16,b32,b64,f32}", "T T pred -> T", lambda a, b, first: np.where(first, a, b))
 

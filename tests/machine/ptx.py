@@ -53,6 +53,8 @@ class Program(NamedTuple):
         constants: tables of 32-bit numbers in global memory.
         code: the instructions.
         labels: the number of the instruction after each label.
+        ends: for each instruction, the number of the instruction after the next branch, barrier or end, or of the next
+            label.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Program(NamedTuple):
     constants: dict[str, Tensor]
     code: tuple[Instruction, ...]
     labels: dict[str, int]
+    ends: tuple[int, ...]
 
 
 def parse(text: str) -> Program:
@@ -86,7 +89,10 @@ def parse(text: str) -> Program:
             labels[statement[:-1]] = len(code)
         else:
             code.append(instruction(statement))
-    return Program(name, parameters, int(threads), registers, local, constants, tuple(code), labels)
+    joins = {i + 1 for i, x in enumerate(code) if x.opcode.split(".")[0] in ("bra", "ret", "bar")}
+    joins |= {*labels.values(), len(code)}
+    ends = tuple(min(join for join in joins if join > i) for i in range(len(code)))
+    return Program(name, parameters, int(threads), registers, local, constants, tuple(code), labels, ends)
 
 
 def instruction(statement: str) -> Instruction:

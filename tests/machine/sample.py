@@ -1,8 +1,9 @@
 """Run launches on the machine as a GPU of one architecture, and print how many and what went wrong as JSON.
 
-test_machine_launches.py runs it in a process without the interpreter: ``python sample.py sm_90 0 57`` runs 57 launches,
-drawn with seed 0 from the 150,000 combinations below, every kind equally often; 0 launches means one for each kernel.
-Without numbers, it plants faults in a kernel, and prints how each was found.
+test_machine_launches.py runs it in a process without the interpreter: ``python sample.py sm_90 0 57`` runs 57 forms of
+launches, drawn with seed 0 from the 150,000 combinations below, every kind equally often, each compiled once and run
+with several numbers of tokens; 0 forms means one for each kernel. Without numbers, it plants faults in a kernel, and
+prints how each was found.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import standin
 import torch
 from accesses import Fault
-from launches import BF16, F16, F32, FORMS, LAUNCHES, LAYERS, STRIDES, TRITON, Launch, checks
+from launches import BF16, F16, F32, FORMS, LAUNCHES, LAYERS, STRIDES, Launch, checks
 from ptx import Address, Instruction, Operand
 
 from mmpos.rotary.kernel import tiling
@@ -49,27 +50,28 @@ KINDS = {
 
 DTYPES = (BF16, F16, F32)
 TURNINGS = ("interleaved", "adjacent", "half of a head", "a quarter of a head, adjacent")
-SIZES = ("1 token", "7 tokens", "33 tokens", "a block of four warps, and a bit")
+SIZES = (1, 7, 33)
+"""Numbers of tokens that the programs of a few tokens share; four warps run a block and a bit."""
+
 HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
 own_tiles = tiling.tiles
 
 
-def drawn(kind: str, draw: random.Random) -> tuple[Launch, bool]:
-    """Draw a launch of a kind, and whether its programs have four warps."""
-    launch, size = KINDS[kind], draw.choice(SIZES)
+def drawn(kind: str, draw: random.Random) -> list[tuple[Launch, bool]]:
+    """Draw a form of a kind, and whether its programs have four warps, for each number of tokens."""
+    launch, wide = KINDS[kind], draw.randrange(4) == 0
     if launch.layer != "by head":
         launch = replace(launch, layer=f"heads of {draw.choice(HEAD_DIMS)}")
     if launch.turning == "interleaved":
         launch = replace(launch, turning=draw.choice(TURNINGS))
-    wide = size == SIZES[-1]
     block = own_tiles(4096, 3, LAYERS[launch.layer][2] // 2)[0]
-    tokens = block + 3 if wide else int(size.split()[0])
     forms = {"cached": ["table", "int32"], "dense": ["table", "fractions"]}.get(launch.kind, list(FORMS))
     if launch.turning == "by head":
         forms = ["table", "int32", "capacity"]
     strides = draw.choice(["fused", *STRIDES])
-    return replace(launch, tokens=tokens, dtype=draw.choice(DTYPES), strides=strides, form=draw.choice(forms)), wide
+    launch = replace(launch, dtype=draw.choice(DTYPES), strides=strides, form=draw.choice(forms))
+    return [(replace(launch, tokens=tokens), wide) for tokens in ((block + 3,) if wide else SIZES)]
 
 
 def launches_of(seed: int, count: int) -> Iterator[tuple[Launch, bool]]:
@@ -77,9 +79,9 @@ def launches_of(seed: int, count: int) -> Iterator[tuple[Launch, bool]]:
     draw, kinds = random.Random(seed), list(KINDS)
     for i in range(count or 5):
         if count and i % 3 == 2:
-            yield draw.choice([launch for launch in LAUNCHES if launch.way == TRITON]), False
+            yield draw.choice(LAUNCHES), False
         else:
-            yield drawn(kinds[i % len(kinds)], draw)
+            yield from drawn(kinds[i % len(kinds)], draw)
 
 
 def poisoned(*arguments: Any, make: Any = torch.empty_like, **options: Any) -> torch.Tensor:

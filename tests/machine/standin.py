@@ -99,7 +99,13 @@ def use(architecture: str, folder: Path) -> Any:
     library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     library.on_launch(_LAUNCHED)
     triton.knobs.runtime.kernel_load_end_hook.add(_loaded)
-    os.environ |= {"TRITON_LIBCUDA_PATH": str(folder), "TRITON_INTERPRET": "1"}
+    os.environ |= {"TRITON_LIBCUDA_PATH": str(folder), "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": "1"}
+    for name in ("ptxas", "ptxas_blackwell"):  # the machine runs PTX, so do not spend a third of the time on ptxas
+        script = folder / name
+        real = getattr(triton.knobs.nvidia, name).path
+        script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {real} "$1"\nfor last; do :; done\n: > "$last"\n')
+        script.chmod(0o755)
+        os.environ[f"TRITON_{name.upper()}_PATH"] = str(script)
     flags = sys.getdlopenflags()
     sys.setdlopenflags(os.RTLD_LAZY)  # the stand-in has only the functions that launches call
     driver.set_active(Driver(int(architecture.removeprefix("sm_"))))

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("triton")
 
 FOLDERS = [str(Path(__file__).parents[1] / name) for name in ("machine", "gpu", "helpers", "oracles")]
-NUMBER = 54
-"""Number of launches of each architecture, which together take less than four minutes of one core."""
+NUMBER = 51
+"""Number of forms of launches of each architecture, which together take less than three minutes of one core."""
 
 
 def run(program: str, *arguments: object) -> Any:

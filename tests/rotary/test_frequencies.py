@@ -202,6 +202,10 @@ def test_p_rope_with_p_1_changes_nothing_and_with_p_0_rotates_nothing() -> None:
     assert Rotary(16, scaling=PRoPE(0)).turns.tolist() == [0] * 8
 
 
+def test_a_single_pair_can_be_scaled() -> None:
+    assert Rotary(2, axes=1, scaling=Linear(2)).inv_freq_array.tolist() == [0.5]
+
+
 def test_spec_rope_1d_of_eight_channels() -> None:
     assert Rotary(8, axes=1).inv_freq_array.tolist() == [1, 0.1, 0.01, 0.001]
 

@@ -25,7 +25,18 @@ from mmpos import (
     UnsupportedError,
     place,
 )
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, angles, apply_rotary, memory, rerotate, rotate_and_store
+from mmpos.rotary import (
+    Cache,
+    DevicePositions,
+    Norm,
+    Rotary,
+    angles,
+    apply_rotary,
+    memory,
+    rerotate,
+    rotate_and_store,
+    split_qkv,
+)
 from mmpos.rotary import cos_sin as tables_of
 
 ROTARY = Rotary(head_dim=16)
@@ -78,7 +89,7 @@ def by_cache(cos_sin: Any, positions: Any = THIRTEEN, rotary: Rotary = SECTIONS)
     return calls(zeros(13, 2, 20), zeros(13, 1, 20), positions, rotary, cos_sin=cos_sin)
 
 
-THREE_AXES = Rotary(12, axes=3)
+THREE_AXES, ZEROS = Rotary(12, axes=3), torch.zeros(13, 84)
 FIELDS = {"cache_layout": "layout"} | {name: name for name in Cache._fields}
 
 
@@ -100,6 +111,10 @@ def moves(**changed: Any) -> Callable[[], None]:
     return lambda: rerotate(**(arguments | changed))
 
 
+def splits(qkv: Any = ZEROS, **changed: Any) -> Callable[[], Any]:
+    return lambda: split_qkv(qkv, **({"num_heads": 3, "num_kv_heads": 2, "head_dim": 12} | changed))
+
+
 BY_HEAD, BOTH, SAME = zeros(4, 2, 16, 12), zeros(4, 16, 2, 24), zeros(13, 2, 12)
 QKV, POOL = zeros(13, 7, 12), zeros(64, 7, 12)
 WANT_NHD = "want (blocks, block_size, 2, 12) or (slots, 2, 12) in layout NHD"
@@ -115,24 +130,20 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k: got shape (16, 2, 32), want (16, 2, 16) as for q, except for the heads": [calls(packed(), packed(head_dim=32))],
     f"q: got NoneType, {WANT_Q}": [calls(None, packed())],
     f"q: got torch.float64, {WANT_Q}": [calls(packed(dtype=torch.float64))],
-    "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as for q": [
-        calls(packed(), packed(dtype=torch.bfloat16))
-    ],
-    "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as for q": [
-        calls(packed(), packed(device="meta"))
-    ],
-    "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as for q": [
-        calls(zeros(1, 16, 2, 16), packed())
-    ],
+    "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as for q":
+        [calls(packed(), packed(dtype=torch.bfloat16))],
+    "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as for q":
+        [calls(packed(), packed(device="meta"))],
+    "k: got torch.float32 on cpu with 3 dimensions, want torch.float32 on cpu with 4 as for q":
+        [calls(zeros(1, 16, 2, 16), packed())],
     "k: got shape (15, 2, 16), want (16, 2, 16) as for q, except for the heads": [calls(packed(), zeros(15, 2, 16))],
     "q: got shape (16, 16), want (tokens, heads, head_dim) or (batch, seq, heads, head_dim)": [calls(zeros(16, 16))],
     "q: got shape (1, 16, 2, 16), want (tokens, heads, head_dim)": [calls(zeros(1, 16, 2, 16), layout="thd")],
     "q: got shape (16, 2, 16), want (batch, seq, heads, head_dim)": [calls(packed(), layout="bshd")],
     "q: got shape (16, 2, 16), want (batch, heads, seq, head_dim)": [calls(packed(), layout="bhsd")],
     "layout: got 'sbhd', want one of 'thd', 'bshd', 'bhsd'": [calls(packed(), layout="sbhd")],
-    "positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids": [
-        calls(packed(), positions=None)
-    ],
+    "positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids":
+        [calls(packed(), positions=None)],
     "positions: got 2 axes, want 3 as in rotary": [
         calls(packed(), rotary=Rotary(16, axes=3)),
         *(partial(table, Rotary(16, axes=3), POSITIONS) for table in (tables_of, angles)),
@@ -151,12 +162,10 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         "k: got shape (2, 2, 8, 16), want (2, 4, 8, 16) as for q, except for the heads; "
         'if heads come before seq, pass layout="bhsd"'
     ): [calls(zeros(2, 4, 8, 16), zeros(2, 2, 8, 16))],
-    "positions: got 34 tokens, want 8 as in q; heads and seq may be swapped: see layout": [
-        calls(zeros(2, 4, 17, 16), positions=torch.zeros(2, 2, 17, dtype=torch.int32))
-    ],
-    "positions: got 16 tokens, want 8 as in q; heads and seq may be swapped: see layout": [
-        calls(zeros(2, 8, 4, 16), positions=torch.zeros(2, 2, 8, dtype=torch.int32), layout="bhsd")
-    ],
+    "positions: got 34 tokens, want 8 as in q; heads and seq may be swapped: see layout":
+        [calls(zeros(2, 4, 17, 16), positions=torch.zeros(2, 2, 17, dtype=torch.int32))],
+    "positions: got 16 tokens, want 8 as in q; heads and seq may be swapped: see layout":
+        [calls(zeros(2, 8, 4, 16), positions=torch.zeros(2, 2, 8, dtype=torch.int32), layout="bhsd")],
     "positions: got shape (16,), want (axes, tokens) or (axes, batch, seq)": [calls(packed(), positions=IDS[0])],
     "positions: got shape (0, 16), want (axes, tokens) or (axes, batch, seq)": [calls(packed(), positions=IDS[:0])],
     "positions: got documents of unequal tokens, want 8, the seq of q; pad the table, or use layout thd": [
@@ -168,24 +177,18 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         calls(zeros(2, 2, 8, 16), positions=IDS.reshape(2, 4, 4), layout="bhsd"),
     ],
     "positions: got a tensor on meta, want cpu as for q": [calls(packed(), positions=DEVICE.to("meta"))],
-    "positions: got ids from 0 to 2147483648, want finite ids within int32": [
-        calls(packed(), positions=ids(2**31, dtype=torch.int64))
-    ],
-    "positions: got ids from 0 to 100000000000000000000, want finite ids within int32": [
-        calls(packed(), positions=ids(1e20, dtype=torch.float64))
-    ],
-    "positions: got ids from -inf to 0, want finite ids within int32": [
-        calls(packed(), positions=ids(-float("inf"), dtype=torch.float64))
-    ],
-    "positions: got ids from nan to nan, want finite ids within int32": [
-        calls(packed(), positions=ids(float("nan"), dtype=torch.float64))
-    ],
-    "q: got a tensor whose elements share memory, want inplace=False": [
-        calls(zeros(16, 1, 16).expand(16, 2, 16), inplace=True)
-    ],
-    "k: got a tensor whose elements share memory, want inplace=False": [
-        calls(packed(), zeros(1000).as_strided((16, 2, 16), (24, 16, 1)), inplace=True)
-    ],
+    "positions: got ids from 0 to 2147483648, want finite ids within int32":
+        [calls(packed(), positions=ids(2**31, dtype=torch.int64))],
+    "positions: got ids from 0 to 100000000000000000000, want finite ids within int32":
+        [calls(packed(), positions=ids(1e20, dtype=torch.float64))],
+    "positions: got ids from -inf to 0, want finite ids within int32":
+        [calls(packed(), positions=ids(-float("inf"), dtype=torch.float64))],
+    "positions: got ids from nan to nan, want finite ids within int32":
+        [calls(packed(), positions=ids(float("nan"), dtype=torch.float64))],
+    "q: got a tensor whose elements share memory, want inplace=False":
+        [calls(zeros(16, 1, 16).expand(16, 2, 16), inplace=True)],
+    "k: got a tensor whose elements share memory, want inplace=False":
+        [calls(packed(), zeros(1000).as_strided((16, 2, 16), (24, 16, 1)), inplace=True)],
     "k: got the memory of q, want inplace=False": [
         calls(x := packed(), x, inplace=True),
         *(
@@ -215,24 +218,33 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         by_cache(zeros(7, 12)),
         by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),
     ],
-    "positions: got id -1, want >= 0, because the rows of cos_sin begin at id 0": [
-        by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()) - 1)
-    ],
-    "positions: got fractional ids, want integers, the only ids with rows in cos_sin": [
-        by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()).double())
-    ],
+    "positions: got id -1, want >= 0, because the rows of cos_sin begin at id 0":
+        [by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()) - 1)],
+    "positions: got fractional ids, want integers, the only ids with rows in cos_sin":
+        [by_cache(zeros(9, 12), torch.from_numpy(THIRTEEN.dense()).double())],
     f"cos_sin: got shape (9, 20), {WANT_ROWS}": [by_cache(zeros(9, 20))],
     f"cos_sin: got shape (0, 12), {WANT_ROWS}": [by_cache(zeros(0, 12))],
     f"cos_sin: got torch.float64, {WANT_Q}": [by_cache(zeros(9, 12).double())],
     f"cos_sin: got tuple, {WANT_Q}": [by_cache((zeros(9, 6),) * 2)],
     "cos_sin: got a tensor on meta, want cpu as for q": [by_cache(zeros(9, 12, device="meta"))],
     "cos_sin: got strides (1, 9), want a contiguous tensor": [by_cache(zeros(12, 9).T)],
-    f"{WANT_LADDER}, got allocation 'axial', whose axes have their own frequencies": [
-        by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial"))
-    ],
-    f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies": [
-        by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))
-    ],
+    f"{WANT_LADDER}, got allocation 'axial', whose axes have their own frequencies":
+        [by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial"))],
+    f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies":
+        [by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))],
+    "qkv: got width 84, want 96 = (4 num_heads + 2·2 num_kv_heads)·12 head_dim": [splits(num_heads=4)],
+    "qkv: got width 84, want 132 = (3 num_heads + 2·4 num_kv_heads)·12 head_dim": [splits(num_kv_heads=4)],
+    "qkv: got width 84, want 120 = (2·3 num_heads + 2·2 num_kv_heads)·12 head_dim; this width matches gate=False":
+        [splits(gate=True)],
+    "qkv: got width 120, want 84 = (3 num_heads + 2·2 num_kv_heads)·12 head_dim; this width matches gate=True":
+        [splits(zeros(2, 13, 120))],
+    "qkv: got shape (84,), want (tokens, width) or (batch, seq, width)": [splits(zeros(84))],
+    "qkv: got shape (1, 13, 7, 12), want (tokens, width) or (batch, seq, width)": [splits(zeros(1, 13, 7, 12))],
+    "qkv: got list, want a tensor": [splits([[1.0]])],
+    "num_heads: got 0, want >= 1": [splits(num_heads=0)],
+    "num_kv_heads: got -1, want >= 1": [splits(num_kv_heads=-1)],
+    "head_dim: got 0, want >= 1": [splits(head_dim=0)],
+    "gate: got 'no', want True or False": [splits(gate="no")],
     "k: got None, want a tensor; use apply_rotary to rotate q alone": [stores(k=None)],
     "return_k: got 'yes', want True or False": [stores(return_k="yes")],
     "v: got NoneType, want a tensor of torch.float32 as for k": [stores(v=None)],
@@ -241,31 +253,25 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "v: got shape (12, 2, 12), want (13, 2, 12) as for k, except for head_dim": [stores(v=heads(12, 2, 12))],
     "cache.layout: got 'NDH', want one of 'NHD', 'HND'": [stores(cache_layout="NDH")],
     "key_cache: got NoneType, want a tensor of torch.float32 as for k": [stores(key_cache=None)],
-    "value_cache: got torch.bfloat16, want torch.float32 as for v": [
-        stores(value_cache=zeros(4, 16, 2, 12, dtype=torch.bfloat16))
-    ],
+    "value_cache: got torch.bfloat16, want torch.float32 as for v":
+        [stores(value_cache=zeros(4, 16, 2, 12, dtype=torch.bfloat16))],
     "key_cache: got a tensor on meta, want cpu as for k": [stores(key_cache=torch.empty(4, 16, 2, 12, device="meta"))],
     f"key_cache: got shape (4, 2, 16, 12), {WANT_NHD}": [stores(key_cache=BY_HEAD)],
-    "key_cache: got shape (4, 16, 2, 12), want (blocks, 2, block_size, 12) or (slots, 2, 12) in layout HND": [
-        stores(cache_layout="HND")
-    ],
+    "key_cache: got shape (4, 16, 2, 12), want (blocks, 2, block_size, 12) or (slots, 2, 12) in layout HND":
+        [stores(cache_layout="HND")],
     f"value_cache: got shape (4, 16, 2, 8), {WANT_NHD}": [stores(value_cache=zeros(4, 16, 2, 8))],
     f"key_cache: got shape (4, 0, 2, 12), {WANT_NHD}": [stores(key_cache=zeros(4, 0, 2, 12))],
     "value_cache: got 8 blocks of 8 slots, want 4 of 16 as for key_cache": [stores(value_cache=zeros(8, 8, 2, 12))],
     "slot_mapping: got list, want a tensor of int32 or int64": [stores(slot_mapping=[1])],
-    "slot_mapping: got a tensor on meta, want cpu as for q": [
-        stores(slot_mapping=torch.zeros(13, dtype=torch.int64, device="meta"))
-    ],
+    "slot_mapping: got a tensor on meta, want cpu as for q":
+        [stores(slot_mapping=torch.zeros(13, dtype=torch.int64, device="meta"))],
     "slot_mapping: got shape (14,), want at most (13,), the token count of q": [stores(slot_mapping=torch.arange(14))],
-    "slot_mapping[2]: got 64, want < 64, the number of slots of key_cache": [
-        stores(slot_mapping=torch.tensor([0, -1, 64, 65]))
-    ],
-    "slot_mapping[4]: got 9, the slot of token 2, want a slot for each token": [
-        stores(slot_mapping=torch.tensor([-1, 5, 9, -1, 9, 7, 5, 9]))
-    ],
-    "slot_mapping[0]: got 0, want < 0, the number of slots of key_cache": [
-        stores(key_cache=zeros(0, 16, 2, 12), value_cache=zeros(0, 16, 2, 12))
-    ],
+    "slot_mapping[2]: got 64, want < 64, the number of slots of key_cache":
+        [stores(slot_mapping=torch.tensor([0, -1, 64, 65]))],
+    "slot_mapping[4]: got 9, the slot of token 2, want a slot for each token":
+        [stores(slot_mapping=torch.tensor([-1, 5, 9, -1, 9, 7, 5, 9]))],
+    "slot_mapping[0]: got 0, want < 0, the number of slots of key_cache":
+        [stores(key_cache=zeros(0, 16, 2, 12), value_cache=zeros(0, 16, 2, 12))],
     "k: got the memory of v, want separate memory": [
         stores(k=SAME, v=SAME, inplace=True, return_k=True),
         stores(k=QKV[:, 3:5], v=QKV[:, 4:6], inplace=True, return_k=True),
@@ -274,43 +280,34 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         stores(key_cache=BOTH[..., :12], value_cache=BOTH[..., :12]),
         stores(key_cache=BOTH[..., :12], value_cache=BOTH[..., 6:18]),
     ],
-    "value_cache: got a tensor whose elements share memory, want separate elements": [
-        stores(value_cache=zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
-    ],
-    "key_cache: got the memory of k, want separate memory": [
-        stores(k=POOL[:13, :2], key_cache=POOL[:, :2], value_cache=POOL[:, 5:])
-    ],
-    "key_cache: got the memory of v, want separate memory": [
-        stores(v=POOL[5:18, 1:3], key_cache=POOL[:, :2], value_cache=POOL[:, 5:])
-    ],
-    "q: got a tensor whose elements share memory, want separate elements": [
-        stores(q=heads(13, 1, 12).expand(13, 3, 12), inplace=True)
-    ],
+    "value_cache: got a tensor whose elements share memory, want separate elements":
+        [stores(value_cache=zeros(4, 1, 2, 12).expand(4, 16, 2, 12))],
+    "key_cache: got the memory of k, want separate memory":
+        [stores(k=POOL[:13, :2], key_cache=POOL[:, :2], value_cache=POOL[:, 5:])],
+    "key_cache: got the memory of v, want separate memory":
+        [stores(v=POOL[5:18, 1:3], key_cache=POOL[:, :2], value_cache=POOL[:, 5:])],
+    "q: got a tensor whose elements share memory, want separate elements":
+        [stores(q=heads(13, 1, 12).expand(13, 3, 12), inplace=True)],
     "q: got the memory of k, want separate memory": [stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True)],
     f"k_cache: got NoneType, {WANT_Q}": [moves(k_cache=None)],
     f"k_cache: got torch.float64, {WANT_Q}": [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
     f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}": [moves(k_cache=torch.zeros(4, 16, 2, 8))],
-    "k_cache: got a tensor whose elements share memory, want separate elements": [
-        moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12))
-    ],
-    "to_positions: got a tensor on meta, want cpu as for k_cache": [
-        moves(to_positions=torch.zeros(3, 13, dtype=torch.int64, device="meta"))
-    ],
-    "from_positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids": [
-        moves(from_positions=None)
-    ],
+    "k_cache: got a tensor whose elements share memory, want separate elements":
+        [moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12))],
+    "to_positions: got a tensor on meta, want cpu as for k_cache":
+        [moves(to_positions=torch.zeros(3, 13, dtype=torch.int64, device="meta"))],
+    "from_positions: got NoneType, want DevicePositions, a PositionTable or a tensor of ids":
+        [moves(from_positions=None)],
     "to_positions: got 12 tokens, want 13 as in from_positions": [moves(to_positions=THIRTEEN.slice(0, 12))],
     "from_positions: got 2 axes, want 3 as in rotary": [moves(from_positions=EQUAL.slice(0, 13))],
-    "slots: got a tensor on meta, want cpu as for from_positions": [
-        moves(slots=torch.zeros(13, dtype=torch.int64, device="meta"))
-    ],
+    "slots: got a tensor on meta, want cpu as for from_positions":
+        [moves(slots=torch.zeros(13, dtype=torch.int64, device="meta"))],
     "slots: got shape (14,), want at most (13,), the token count of from_positions": [moves(slots=torch.arange(14))],
     "slots[3]: got 3, the slot of token 0, want a slot for each token": [moves(slots=torch.tensor([3, 5, -1, 3, -1]))],
     "k: got 2 heads, want 4 as head_axes in rotary": [calls(packed(4), packed(2), rotary=FOUR_HEADS)],
     "q: got 6 heads, want a multiple of 4 as head_axes in rotary": [calls(packed(6), rotary=FOUR_HEADS)],
-    "k_cache: got 1 head, want 4 as head_axes in rotary": [
-        moves(k_cache=zeros(64, 1, 16), from_positions=FOUR, to_positions=FOUR, rotary=FOUR_HEADS)
-    ],
+    "k_cache: got 1 head, want 4 as head_axes in rotary":
+        [moves(k_cache=zeros(64, 1, 16), from_positions=FOUR, to_positions=FOUR, rotary=FOUR_HEADS)],
     **{
         f"positions: got dtype {dtype}, want int32, int64 or float64 ids": [calls(packed(), positions=IDS.to(dtype))]
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.bool, torch.uint8)
@@ -325,7 +322,26 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         ]
         for offset in (float("inf"), -1e39)
     },
+}  # fmt: skip
+
+
+ALIKE = "got a rotary with head_axes, want one whose heads all rotate alike"
+NEGATIVE = torch.view_as_complex(torch.zeros(16, 2, 16, 2)).conj().imag
+UNSUPPORTED: dict[str, Callable[[], Any]] = {
+    f"layout 'torchtitan': {ALIKE}": lambda: tables_of(FOUR_HEADS, POSITIONS, "torchtitan"),
+    f"angles: {ALIKE}": lambda: angles(FOUR_HEADS, POSITIONS),
+    "angles: got precision 'hf', want 'exact'; wrapped angles would differ from those of Transformers": (
+        lambda: angles(Rotary(16, precision="hf"), POSITIONS)
+    ),
+    "q: got a negative view, want inplace=False": calls(NEGATIVE, inplace=True),
+    "cos_sin: got a tensor that requires gradients, want one that does not": by_cache(zeros(9, 12).requires_grad_()),
 }
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_unsupported_calls_raise_a_precise_error(message: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
+        UNSUPPORTED[message]()
 
 
 @pytest.mark.parametrize("message", REFUSALS)

@@ -15,11 +15,14 @@ from store_oracle import CACHES, DEVICE, Held, assert_holds
 from tolerance import assert_within, rotations, rounding
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import (
+    Cache,
     DevicePositions,
     Norm,
     Rotary,
@@ -30,8 +33,7 @@ from mmpos.rotary import (
     rotate_and_store,
     split_qkv,
 )
-from mmpos.rotary.device import _constants_of, ids_on, rotation_of
-from mmpos.rotary.reference import AUTO, NO_NORM
+from mmpos.rotary.device import _constants_of
 
 ROTARY = Rotary(head_dim=16, rotary_dim=12)
 AS_HF, ADJACENT = Rotary(16, precision="hf"), Rotary(16, pairing="adjacent")
@@ -68,16 +70,11 @@ def rotated(q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor | None
     return q_out + 1, k_out
 
 
-def as_device(positions: PositionTable) -> DevicePositions:
-    return DevicePositions.from_table(positions)
-
-
-def as_ids(positions: PositionTable) -> Tensor:
-    return torch.from_numpy(positions.dense()).reshape(2, positions.num_documents, -1)
-
-
-def as_packed_ids(positions: PositionTable) -> Tensor:
-    return torch.from_numpy(positions.dense())
+FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
+    "device": DevicePositions.from_table,
+    "ids": lambda positions: torch.from_numpy(positions.dense()).reshape(2, positions.num_documents, -1),
+    "packed ids": lambda positions: torch.from_numpy(positions.dense()),
+}
 
 
 def outputs_and_gradients(call: Callable[..., Any], inputs: Sequence[Tensor], *others: Any) -> list[Tensor]:
@@ -86,34 +83,26 @@ def outputs_and_gradients(call: Callable[..., Any], inputs: Sequence[Tensor], *o
     return [*outputs, *torch.autograd.grad(sum(x.pow(2 + i).sum() for i, x in enumerate(outputs)), inputs)]
 
 
-def run(call: Callable[..., Any], positions: PositionTable, form: Callable[..., Any]) -> list[Tensor]:
-    """Return rotated q and k and the gradients of q and k, in layout thd for packed ids."""
-    shape = (positions.num_tokens,) if form is as_packed_ids else (positions.num_documents, positions.max_seqlen)
-    q, k = normal(*shape, 3, 16).requires_grad_(), normal(*shape, 1, 16).requires_grad_()
-    return outputs_and_gradients(call, (q, k), form(positions))
+PACKED = [[3], [4, 1], [2, 2], [5, 1, 7], [1], [9, 9, 9], [1, 2, 3, 4], [30], [6, 7], [8], [2, 1, 1], [5, 5]]
 
 
 @pytest.mark.parametrize(
-    "form", [as_ids, *(pytest.param(form, marks=pytest.mark.slow) for form in (as_device, as_packed_ids))]
+    "form", ["ids", "documents", *(pytest.param(form, marks=pytest.mark.slow) for form in ("device", "packed ids"))]
 )
-def test_a_mix_of_batches_compiles_to_few_full_graphs(form: Any) -> None:
+def test_a_mix_of_batches_compiles_to_few_full_graphs(form: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(rotated, fullgraph=True, backend=counter)
-    for shape in MIX:
-        positions = table(*shape)
-        for got, expected in zip(run(compiled, positions, form), run(rotated, positions, form), strict=True):
-            assert torch.equal(got, expected), shape
-    assert counter.frame_count <= MOST_GRAPHS
-
-
-def test_packed_documents_of_different_lengths_compile_to_few_graphs() -> None:
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(rotated, fullgraph=True, backend=counter)
-    for lengths in ([3], [4, 1], [2, 2], [5, 1, 7], [1], [9, 9, 9], [1, 2, 3, 4], [30], [6, 7], [8], [2, 1, 1], [5, 5]):
-        device = as_device(place(SegmentTable.from_documents([[Text(n), Grid(2, 2)] for n in lengths])))
-        q, k = normal(device.num_tokens, 3, 16), normal(device.num_tokens, 1, 16)
-        for got, expected in zip(compiled(q, k, device), rotated(q, k, device), strict=True):
-            assert torch.equal(got, expected), lengths  # type: ignore[arg-type]
+    if form == "documents":  # of different lengths
+        mix = [place(SegmentTable.from_documents([[Text(n), Grid(2, 2)] for n in lengths])) for lengths in PACKED]
+    else:
+        mix = [table(*shape) for shape in MIX]
+    for positions in mix:
+        rows = (positions.num_documents, positions.max_seqlen) if form in ("ids", "device") else (positions.num_tokens,)
+        inputs = [normal(*rows, heads, 16).requires_grad_(form != "documents") for heads in (3, 1)]
+        ids = FORMS.get(form, DevicePositions.from_table)(positions)
+        run: Any = (lambda call, *x: call(*x[0], *x[1:])) if form == "documents" else outputs_and_gradients
+        for got, expected in zip(run(compiled, inputs, ids), run(rotated, inputs, ids), strict=True):
+            assert torch.equal(got, expected), positions
     assert counter.frame_count <= MOST_GRAPHS
 
 
@@ -142,7 +131,7 @@ class Work:
         self.weight = torch.linspace(0.5, 2, 16, device=DEVICE).requires_grad_(self.fused.requires_grad)
         self.cos_sin = normal(40, 12).to(DEVICE)
         self.held = CACHES[cache](4, 16, 1, 16, torch.float32)
-        self.slots = torch.arange(13, device=DEVICE).flip(0)
+        self.slots, self.ids = torch.arange(13, device=DEVICE).flip(0), self.positions.dense()
 
     def apply(self, fused: Tensor, rotary: Rotary = ROTARY, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Rotate, with arithmetic before and after the rotation unless it is in place."""
@@ -183,6 +172,8 @@ def moved(work: Work, fused: Tensor) -> tuple[Tensor]:
 
 
 TRAINING: Mapping[str, Callable[[Work, Tensor], Any]] = {
+    "plain": lambda work, x: work.apply(x),
+    "without k": lambda work, x: apply_rotary(x, None, work.ids, ROTARY),
     "as Transformers": lambda work, x: work.apply(x, AS_HF),
     "adjacent": lambda work, x: work.apply(x, ADJACENT),
     "heads first": lambda work, x: apply_rotary(
@@ -240,7 +231,7 @@ def test_full_graphs_write_the_same_tensors_as_eager_calls(name: str) -> None:
 @pytest.mark.parametrize("sizes", [(13, 2, 40), pytest.param((13, 1, 2, 40, 7), marks=pytest.mark.slow)])
 def test_stores_of_many_sizes_with_a_norm_compile_to_few_graphs(sizes: tuple[int, ...]) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Held, slots: Tensor) -> Tensor:
-        norm = Norm(weight())
+        norm = Norm(torch.linspace(0.5, 2, 16, device=DEVICE))
         return rotate_and_store(q * 2, k, v, positions, ROTARY, cache.with_slots(slots), norm=norm)[0] + 1
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -260,7 +251,7 @@ def test_stores_of_many_sizes_with_a_norm_compile_to_few_graphs(sizes: tuple[int
 @pytest.mark.slow
 def test_inductor_agrees_with_eager_calls() -> None:
     compiled = torch.compile(rotated, fullgraph=True, dynamic=True)
-    device = as_device(table(2, 3, 1))
+    device = DevicePositions.from_table(table(2, 3, 1))
     inputs = normal(2, 11, 3, 16).requires_grad_(), normal(2, 11, 1, 16).requires_grad_()
     bounds = rounding(lambda: outputs_and_gradients(rotated, inputs, device), inputs)
     want = outputs_and_gradients(rotated, inputs, device)
@@ -317,96 +308,58 @@ def test_eager_rotations_import_no_compiler_and_survive_a_fork() -> None:
 # The operators.
 
 
-def rotations_of(positions: Any, rotary: Rotary = ROTARY) -> tuple[Any, ...]:
-    """Return the rotation arguments of an operator."""
-    return tuple(rotation_of(ids_on(positions, rotary, DEVICE), rotary, True, AUTO))
+class Operations(TorchDispatchMode):
+    """A mode that records the operations that a block of code runs, except for views, and their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[Any, Any] = {}
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.name())
+        if func.namespace == "mmpos":
+            self.calls[func] = [x.clone() if isinstance(x, Tensor) else x for x in args]
+        return func(*args, **(kwargs or {}))
 
 
-def plain(q: Tensor, k: Tensor, positions: Any, rotary: Rotary = ROTARY, norm: Norm = NO_NORM) -> tuple[Any, ...]:
-    return q.to(DEVICE), k.to(DEVICE), *norm, *rotations_of(positions, rotary)
+def operations_of(name: str) -> dict[Any, Any]:
+    """Return the operators that a call and its gradient run, with their arguments."""
+    with Operations() as seen:
+        if name in TRAINING:
+            work = Work()
+            outs = [x for x in TRAINING[name](work, work.fused) if x is not None]
+            wanted = [x for x in (work.fused, work.weight) if x is work.fused or "norm" in name]
+            torch.autograd.grad(sum(x.square().sum() for x in outs), wanted)
+        else:
+            arguments, call = SERVING[name]
+            with torch.no_grad():
+                work = Work(**arguments)
+                call(work, work.fused.detach())
+    return seen.calls
 
 
-def weight() -> Tensor:
-    return torch.linspace(0.5, 2, 16, device=DEVICE)
-
-
-SAMPLES: Mapping[str, Callable[[], tuple[Any, ...]]] = {
-    "table": lambda: plain(normal(2, 11, 3, 16), normal(2, 11, 1, 16), table(2, 3, 1)),
-    "fractions": lambda: plain(normal(2, 11, 3, 16), normal(2, 11, 1, 16), table(2, 3, 1, "rope-tie-v2")),
-    "no k": lambda: plain(normal(1, 5, 3, 16), normal(1, 5, 0, 16), torch.arange(10).reshape(2, 5).to(DEVICE)),
-    "bfloat16": lambda: plain(
-        normal(2, 11, 3, 16, dtype=torch.bfloat16), normal(2, 11, 1, 16, dtype=torch.bfloat16), table(2, 3, 1)
-    ),
-    "fused": lambda: plain(normal(2, 11, 5, 16)[:, :, :3], normal(2, 11, 5, 16)[:, :, 3:4], table(2, 3, 1)),
-    "heads first": lambda: plain(
-        normal(2, 3, 11, 16).transpose(1, 2), normal(2, 1, 11, 16).transpose(1, 2), table(2, 3, 1)
-    ),
-    "hf": lambda: plain(
-        normal(2, 11, 3, 16), normal(2, 11, 1, 16), table(2, 3, 1), Rotary(16, precision="hf", pairing="adjacent")
-    ),
-    "norm": lambda: plain(
-        normal(2, 11, 3, 16), normal(2, 11, 1, 16), table(2, 3, 1), norm=Norm(weight(), weight(), offset=1.0)
-    ),
-    "norm of q after": lambda: plain(
-        normal(2, 11, 3, 16), normal(2, 11, 1, 16), table(2, 3, 1), norm=Norm(weight(), after=True)
-    ),
-    "cos and sin": lambda: (
-        *plain(normal(2, 11, 3, 16), normal(2, 11, 1, 16), table(2, 3, 1))[:8],
-        normal(40, 12, dtype=torch.bfloat16).to(DEVICE),
-        *rotations_of(table(2, 3, 1))[2:],
-    ),
-}
-
-
-def backward() -> tuple[Any, ...]:
-    q, k, *rest = SAMPLES["norm"]()
-    return torch.ones_like(q), torch.ones_like(k), q, k, [True, False, True, True], *rest
-
-
-def store(norm: Norm = NO_NORM, return_k: bool = False) -> tuple[Any, ...]:
-    q, k, v = heads((1, 13), 7, 16).to(DEVICE).split([3, 2, 2], dim=2)
-    pages = [torch.zeros(4, 16, 2, 16, device=DEVICE) for _ in "kv"]
-    slots, rotation = torch.arange(13, device=DEVICE) - 2, rotations_of(packed("rope-tie").slice(4, 17))
-    return q, k, v, *pages, slots, return_k, *norm, *rotation
-
-
-def move() -> tuple[Any, ...]:
-    old = ids_on(packed("rope-tie", 40).slice(4, 17), ROTARY, DEVICE)
-    pages, slots = heads((4, 16), 2, 16).to(DEVICE), torch.arange(13, device=DEVICE)
-    return pages, slots, old.tensor, old.mode, *rotations_of(packed("rope-tie").slice(4, 17))
-
-
-CHECKED: Mapping[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
-    **{f"rotate: {name}": (operators.rotate, sample) for name, sample in SAMPLES.items()},
-    **{f"rotate_: {name}": (operators.rotate_, SAMPLES[name]) for name in ("table", "fused", "norm", "no k")},
-    "rotate_backward": (operators.rotate_backward, backward),
-    "rotate_and_store: return k": (operators.rotate_and_store, lambda: store(return_k=True)),
-    "rotate_and_store: norm": (operators.rotate_and_store, lambda: store(Norm(weight()))),
-    "rotate_and_store_": (operators.rotate_and_store_, lambda: store(Norm(weight()))),
-    "rerotate_": (operators.rerotate_, move),
-}  # fmt: skip
-OFTEN = (
-    "rotate: table", "rotate: fused", "rotate: norm", "rotate: cos and sin", "rotate_: norm",
-    "rotate_and_store: return k", "rotate_and_store_", "rerotate_",
-)  # fmt: skip
+OFTEN = ("plain", "norm", "cos and sin", "in place", "store and return k", "store in place", "rerotate")
 
 
 # opcheck itself causes the warning, since it reads the gradients of views of its inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in OFTEN)) for x in CHECKED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in OFTEN)) for x in (*TRAINING, *SERVING)]
+)
 def test_operators_pass_torchs_own_checks(name: str) -> None:
-    operator, sample = CHECKED[name]
-    torch.library.opcheck(operator, sample())
-    if operator is operators.rotate:
-        q, k, q_weight, *rest = sample()
-        leaves = (x if x is None else x.detach().requires_grad_() for x in (q, k, q_weight))
-        torch.library.opcheck(operator, (*leaves, *rest))
+    for operator, (q, *rest) in operations_of(name).items():
+        torch.library.opcheck(operator, (q, *rest))
+        if operator is operators.rotate:
+            k, weight, *others = rest
+            leaves = (x if x is None else x.detach().requires_grad_() for x in (q, k, weight))
+            torch.library.opcheck(operator, (*leaves, *others))
 
 
 def test_every_operator_has_a_check() -> None:
-    assert {operator for operator, _ in CHECKED.values()} == {
-        getattr(operators, name) for name in operators.__all__ if name not in ("call", "define_operator", "run")
-    }
+    ours = {x for x in vars(operators).values() if isinstance(x, OpOverload)}
+    assert set().union(*map(operations_of, (*TRAINING, *SERVING))) == ours
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -492,3 +445,25 @@ def test_tracers_and_dispatch_modes_see_the_operator(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(operators, "_FUNCTIONS", {})  # functions of operators must not be called directly
     monkeypatch.setattr(memory, "_modes", lambda: 1)
     assert torch.equal(rotate(q), want)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_rotation_runs_one_operator_besides_views_and_copies_nothing(gate: bool) -> None:
+    qkv, positions = (
+        heads(13, 1, (10 if gate else 7) * 12).squeeze(-2).to(DEVICE),
+        DevicePositions.from_table(packed("rope-tie").slice(0, 13)),
+    )
+    options: Any = {"num_heads": 3, "num_kv_heads": 2, "head_dim": 12, "gate": gate}
+    (q, k, v, _), rotary = split_qkv(qkv, **options), Rotary(12, rotary_dim=8)
+    keys, values = torch.zeros(2, 16, 2, 12, device=DEVICE)
+    cache = Cache(keys, values, torch.arange(13, device=DEVICE))
+    calls: dict[str, Callable[[], Any]] = {
+        "rotate": lambda: apply_rotary(q, k, positions, rotary),
+        "rotate_": lambda: apply_rotary(q, k, positions, rotary, inplace=True),
+        "rotate_and_store_": lambda: rotate_and_store(q, k, v, positions, rotary, cache, inplace=True),
+    }
+    for name, call in calls.items():
+        with Operations() as seen:
+            split_qkv(qkv, **options)
+            call()
+        assert seen.names == [f"mmpos::{name}"]

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rotary_oracle import BY_HEAD, by_kv_head, ids_of, packed, phases
 from tolerance import assert_within, cos_sin, rotations
 from torch import Tensor
 
 import mmpos.rotary
-from mmpos import Grid, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
 
 OF_ANGLES = cos_sin(np.pi, 1)  # error bound for our angles, which are wrapped and rounded to float32
@@ -183,9 +184,21 @@ def test_the_attention_factor_is_applied_to_cos_and_sin_but_not_to_angles() -> N
     assert torch.equal(mmpos.rotary.angles(scaled, PACKED), mmpos.rotary.angles(plain, PACKED))
 
 
-def test_angles_with_hf_precision_are_not_supported() -> None:
-    with pytest.raises(UnsupportedError) as caught:
-        mmpos.rotary.angles(Rotary(head_dim=16, precision="hf"), PACKED)
-    assert str(caught.value) == (
-        "angles: got precision 'hf', want 'exact'; wrapped angles would differ from those of Transformers"
-    )
+VIDEO = packed("videorope", 70_000).slice(5, 14)
+
+
+@pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled"])
+def test_tables_of_cos_and_sin_have_a_kv_head_dimension(name: str) -> None:
+    rotary = BY_HEAD[name]
+    want = np.stack([phases(ids_of(VIDEO), one) for one in by_kv_head(rotary)], 1)  # (tokens, kv_heads, pairs)
+    cos, sin = mmpos.rotary.cos_sin(rotary, VIDEO)
+    factor = rotary.attention_factor
+    assert_within((cos, sin), tuple(factor * torch.from_numpy(f(want)).float() for f in (np.cos, np.sin)), cos_sin())
+    wide = mmpos.rotary.cos_sin(rotary, VIDEO, "transformers")
+    for table, narrow in zip(wide, (cos, sin), strict=True):
+        assert torch.equal(table, torch.cat((narrow, narrow), -1).transpose(0, 1)[None])
+    batch = torch.arange(3 * 8).view(1, 2, 12).expand(3, 2, 12)
+    assert [x.shape for x in mmpos.rotary.cos_sin(rotary, batch, "transformers")] == [
+        (2, len(rotary.head_axes or ()), 12, rotary.rotary_dim)
+    ] * 2
+    assert mmpos.rotary.cos_sin(rotary, batch)[0].shape == (2, 12, *cos.shape[1:])

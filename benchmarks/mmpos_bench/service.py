@@ -165,25 +165,20 @@ def _rotated(client: Client, channel: grpc.Channel, sizes: ServiceSizes) -> Line
     import torch
 
     from mmpos.rotary import Rotary, apply_rotary
-    from mmpos.rotary.apply import rotate_into
 
     generator = torch.Generator().manual_seed(0)
     table = place(SegmentTable.from_documents(workload(1, sizes.tokens, sizes.images, sizes.side)), "rope-tie")
     q, k = (torch.randn(table.num_tokens, heads, 128, generator=generator).bfloat16() for heads in (32, 8))
-    rotary, used = Rotary(128, axes=2), (torch.empty_like(q), torch.empty_like(k))
+    rotary, used = Rotary(128, axes=2), (q.clone(), k.clone())
     raw = bytes(q.nbytes + k.nbytes)
 
     def bits(pair: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[object, ...]:
         return tuple(x.view(torch.int16) for x in pair if x is not None)  # numpy has no bfloat16
 
-    def into_used() -> tuple[torch.Tensor, torch.Tensor]:
-        rotate_into(used, q, k, table, rotary)
-        return used
-
     in_process = partial(apply_rotary, q, k, table, rotary)
     want = bits(in_process())
     contestants = (
-        limit("in process, used memory", into_used),
+        limit("in process, used memory", partial(apply_rotary, *used, table, rotary, inplace=True)),
         giving("in process, new tensors", in_process, want, Role.PART, bits),
         giving("mmpos", partial(client.apply_rotary, q, k, table, rotary), want, read=bits),
         giving("echo of messages", partial(ask, channel, echo_path(len(raw)), raw), raw, Role.PART),

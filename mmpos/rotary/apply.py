@@ -1,7 +1,9 @@
-"""Rotate q and k, optionally into a paged cache, and compute cos, sin and angles for other kernels."""
+"""Rotate q and k, also into a paged cache, and keys within one; compute cos, sin and angles for other kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import NoneType
 from typing import Literal
 
 import torch
@@ -22,18 +24,12 @@ from mmpos.rotary.device import (
     number_of,
     rotation_of,
 )
-from mmpos.rotary.memory import check_inference, check_inplace, check_no_tangent, check_written, shown
-from mmpos.rotary.paged import Cache, Stored
-from mmpos.rotary.reference import (
-    FLOATS,
-    NO_NORM,
-    Norm,
-    RotationArguments,
-    checked_norm,
-)
+from mmpos.rotary.memory import Form, check_floats, check_inference, check_written, checked_once, form_of, shown
+from mmpos.rotary.paged import Cache, SlotNames, Stored
+from mmpos.rotary.reference import NO_NORM, Norm, RotationArguments, check_norm
 from mmpos.support.checks import boolean, instance, one_of
 
-__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_into"]
+__all__ = ["angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store"]
 
 Layout = Literal["thd", "bshd", "bhsd"]
 TableLayout = Literal["pairs", "transformers", "torchtitan"]
@@ -96,36 +92,15 @@ def apply_rotary(
         rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
         if rotated is not None:
             return rotated
-    inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
-    checked = NO_NORM if norm is None else checked_norm(norm, q, k)
-    q4, k4 = _views(q, k, layout)
-    rotation = _arguments(q4, k4, positions, rotary, cos_sin, conjugate, implementation, validate)
+    q4, k4, checked, rotation = _prepared(
+        q, k, positions, rotary, norm, cos_sin, layout, inplace, conjugate, implementation, validate
+    )
     if inplace:
-        check_inplace({"q": q} if k is None else {"q": q, "k": k}, checked.named())
+        check_written({"q": q} if k is None else {"k": k, "q": q}, ("q",) if k is None else ("k", "q"), "inplace=False")
         operators.call(operators.rotate_, q4, k4, *checked, *rotation)
         return q, k
-    q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
-    return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
-
-
-def rotate_into(
-    outs: tuple[Tensor, Tensor | None],
-    q: Tensor,
-    k: Tensor | None,
-    positions: Positions,
-    rotary: Rotary,
-    *,
-    layout: Layout | None = None,
-    conjugate: bool = False,
-) -> None:
-    """Rotate q and k into ``outs``, without gradients.
-
-    ``outs`` have the shapes, dtypes and device of q and k, and may be q and k. The other arguments and the errors are
-    those of ``apply_rotary`` with ``validate=True``.
-    """
-    q4, k4 = _views(q, k, layout)
-    rotation = _arguments(q4, k4, positions, rotary, None, conjugate, "auto", True)
-    operators.run(q4, k4, *_views(*outs, layout), NO_NORM, rotation)
+    q_out, k_out = _as_layout(operators.call(operators.rotate, q4, k4, *checked, *rotation), layout, q.dim())
+    return q_out, None if k is None else k_out
 
 
 def rotate_and_store(
@@ -171,20 +146,79 @@ def rotate_and_store(
         LimitExceededError: a cache has at least 2³¹ slots.
         UnsupportedError: a tensor requires gradients.
     """
-    inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
-    checked = NO_NORM if norm is None else checked_norm(norm, q, k)
-    q4, k4 = _views(q, k, layout, stored=True)
-    v4 = _values(v, k, k4, layout)
-    rotation = _arguments(q4, k4, positions, rotary, cos_sin, False, implementation, validate)
-    check_inference((tensors := {"q": q, "k": k, "v": v}) | checked.named())
-    stored = _stored(cache, k4, v4, return_k, validate)
-    tensors |= {"key_cache": cache.key_cache, "value_cache": cache.value_cache}
+    boolean("return_k", return_k)
+    q4, k4, checked, rotation = _prepared(
+        q, k, positions, rotary, norm, cos_sin, layout, inplace, False, implementation, validate, stored=True
+    )
+    _check_values(form_of(v), form_of(k))
+    instance("cache", cache, Cache, "mmpos.rotary.Cache")
+    v4 = _as_bshd(v, layout)
+    pages = paged.pages_of(cache, k4, v4)
+    stored = Stored(v4, *pages, paged.slots_of(cache.slot_mapping, *k4.shape[:2], pages[0], validate), return_k)
+    tensors = {"q": q, "k": k, "v": v, "key_cache": cache.key_cache, "value_cache": cache.value_cache}
     check_written(tensors, ("key_cache", "value_cache", *("qk" if return_k else "q") * inplace))
     if inplace:
         operators.call(operators.rotate_and_store_, q4, k4, *stored, *checked, *rotation)
         return q, k if return_k else None
-    q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored, *checked, *rotation)
-    return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
+    outs = operators.call(operators.rotate_and_store, q4, k4, *stored, *checked, *rotation)
+    q_out, k_out = _as_layout(outs, layout, q.dim())
+    return q_out, k_out if return_k else None
+
+
+def rerotate(
+    k_cache: Tensor,
+    slots: Tensor,
+    from_positions: Positions,
+    to_positions: Positions,
+    rotary: Rotary,
+    *,
+    implementation: Implementation = "auto",
+    validate: bool = False,
+) -> None:
+    """Rotate keys in a paged cache in place from their old positions to new ones, in one launch on a GPU.
+
+    Each key is rotated by the difference of its positions and rounded once; if the positions are equal, its bits do not
+    change. A chunk of tokens can thus be moved without recomputing k or its projection.
+
+    Apart from the rotation, a key does not change. If the text or images before a chunk change, only the first layer's
+    keys equal those of a recomputed prompt; in deeper layers, the cached k and v are approximations because they depend
+    on prior tokens.
+
+    Args:
+        k_cache: (blocks, block_size, num_kv_heads, head_dim) or (slots, num_kv_heads, head_dim), with any strides, in
+            float32, bfloat16 or float16. Pass ``cache.transpose(1, 2)`` for a cache in layout "HND".
+        slots: (tokens,) or (batch, seq) int32 or int64 slots, or a shorter vector for the first tokens. Negative slots
+            are skipped; on a device, so are slots that are too large.
+        from_positions: old positions: DevicePositions, a PositionTable or dense ids, as for ``apply_rotary``.
+        to_positions: new positions; their type may differ from that of from_positions.
+        rotary: the rotation by which the cached keys were rotated; its attention factor is not applied again.
+        implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); results are bit-equal.
+        validate: also check ids and slots on a device; this waits for the device.
+
+    Raises:
+        InvalidInputError: arguments do not match; on the host or with ``validate``, also if a slot is too large or
+            repeated.
+        LimitExceededError: the cache has at least 2³¹ slots.
+        UnsupportedError: a tensor requires gradients.
+    """
+    boolean("validate", validate)
+    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
+    _check_keys(form_of(k_cache), rotary)
+    pages = paged.as_pages(k_cache, "NHD")
+    start = ids_on(from_positions, rotary, pages.device, validate, "from_positions", "k_cache")
+    stop = ids_on(to_positions, rotary, pages.device, validate, "to_positions", "k_cache")
+    if start.tokens != stop.tokens:
+        raise InvalidInputError(f"to_positions: got {stop.tokens} tokens, want {start.tokens} as in from_positions")
+    batch, seq = start.shape if len(start.shape) == 2 else (1, start.tokens)
+    row = paged.slots_of(slots, batch, seq, pages, validate, MOVED)
+    check_written({"k_cache": k_cache}, ("k_cache",))
+    number = number_of(implementation, pages.device)
+    rotation = rotation_of(stop, rotary, implementation=number)  # the operator ignores the rotation's attention factor
+    operators.call(operators.rerotate_, pages, row, start.tensor, start.mode, *rotation)
+
+
+MOVED = SlotNames("slots", "from_positions", "k_cache")
+"""Argument names of ``rerotate``."""
 
 
 def cos_sin(
@@ -279,113 +313,124 @@ def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
     return x.repeat_interleave(2, dim=-1) if rotary.pairing == "adjacent" else torch.cat((x, x), dim=-1)
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    positions: Positions,
-    rotary: Rotary,
-    cos_sin: Tensor | None,
-    conjugate: bool,
-    implementation: Implementation,
-    validate: bool,
-) -> RotationArguments:
-    """Check positions and rotary against (batch, seq, heads, head_dim) q and k, and return them for the operators."""
-    boolean("validate", validate)
-    if q.shape[3] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
-        raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
-    check_heads("q", q, rotary, shared=True)
-    if k.shape[2]:
-        check_heads("k", k, rotary)
+def _prepared(
+    q: Tensor, k: Tensor | None, positions: Positions, rotary: Rotary, norm: Norm | None, cos_sin: Tensor | None,
+    layout: Layout | None, inplace: bool, conjugate: bool, implementation: Implementation, validate: bool,
+    stored: bool = False,
+) -> tuple[Tensor, Tensor, Norm, RotationArguments]:  # fmt: skip
+    """Check all arguments, and return them for the operators, q and k as (batch, seq, heads, head_dim)."""
+    norm = NO_NORM if norm is None else instance("norm", norm, Norm, "mmpos.rotary.Norm")
+    forms = [form_of(x) for x in (q, k, *norm[:2])]
+    numbers = _check(*forms, *norm[2:], rotary, layout, inplace, conjugate, validate, stored)
     ids = ids_on(positions, rotary, q.device, validate, like="q")
-    batch, seq, heads, _ = q.shape
-    if ids.tokens != batch * seq:
-        hint = "; heads and seq may be swapped: see layout" if ids.tokens == batch * heads else ""
-        raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
-    row_length = ids.shape[1] if len(ids.shape) == 2 else 0
-    known = row_length or ids.mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
+    q4, *others = (_as_bshd(x, layout) for x in (q, k) if x is not None)
+    _check_tokens(q4.shape, ids.tokens, ids.shape, ids.mode)
+    rotation = rotation_of(ids, rotary, bool(conjugate), number_of(implementation, q.device))
+    if cos_sin is not None:  # it already contains the attention factor
+        cache = cache_of(cos_sin, rotary, positions, ids, validate)
+        rotation = rotation._replace(frequencies=cache, attention_factor=1.0)
+    weights = [None if weight is None else weight.contiguous() for weight in norm[:2]]
+    k4 = others[0] if others else q4.new_empty((*q4.shape[:2], 0, q4.shape[3]))
+    return q4, k4, Norm(*weights, *numbers), rotation
+
+
+@checked_once
+def _check(
+    q: Form | type, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: float, offset: float,
+    after: bool, rotary: Rotary, layout: Layout | None, inplace: bool, conjugate: bool, validate: bool, stored: bool,
+) -> tuple[float, float, bool]:  # fmt: skip
+    """Check all that does not depend on positions, values and addresses; return the numbers of the norm."""
+    for name, value in (("inplace", inplace), ("conjugate", conjugate), ("validate", validate)):
+        boolean(name, value)
+    if layout is not None:
+        one_of("layout", layout, ("thd", "bshd", "bhsd"))
+    if stored and k is NoneType:
+        raise InvalidInputError("k: got None, want a tensor; use apply_rotary to rotate q alone")
+    for name, form in (("q", q), ("k", k))[: 1 if k is NoneType else 2]:
+        shape = check_floats(name, form).shape
+        if len(shape) not in ((3, 4) if layout is None else (3,) if layout == "thd" else (4,)):
+            raise InvalidInputError(f"{name}: got shape {tuple(shape)}, want {_SHAPES[layout]}")
+    assert isinstance(q, Form)
+    if isinstance(k, Form):
+        _check_k(k, q, layout)
+    numbers = check_norm(q, k, q_weight, k_weight, eps, offset, after)
+    if q.shape[-1] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
+        raise InvalidInputError(f"q: got head_dim {q.shape[-1]}, want {rotary.head_dim} as in rotary")
+    heads = 1 if layout == "bhsd" else -2
+    check_heads("q", q.shape[heads], rotary, shared=True)
+    if isinstance(k, Form) and k.shape[heads]:
+        check_heads("k", k.shape[heads], rotary)
+    forms = {"norm.q_weight": q_weight, "norm.k_weight": k_weight, "q": q, "k": k}
+    if stored:
+        check_inference(forms)
+    for name, form in forms.items():
+        if inplace and isinstance(form, Form) and form.graded:
+            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
+    return numbers
+
+
+def _check_k(k: Form, q: Form, layout: Layout | None) -> None:
+    """Check that k fits q, except for the heads."""
+    got, want = ((x.dtype, x.device, len(x.shape)) for x in (k, q))
+    if got != want:
+        raise InvalidInputError(
+            f"k: got {k.dtype} on {k.device} with {got[2]} dimensions, "
+            f"want {q.dtype} on {q.device} with {want[2]} as for q"
+        )
+    heads = 1 if layout == "bhsd" else want[2] - 2
+    if any(k.shape[i] != q.shape[i] for i in range(want[2]) if i != heads):
+        heads_first = layout is None and want[2] == 4 and k.shape[2:] == q.shape[2:]
+        hint = '; if heads come before seq, pass layout="bhsd"' if heads_first else ""
+        raise InvalidInputError(
+            f"k: got shape {tuple(k.shape)}, want {tuple(q.shape)} as for q, except for the heads{hint}"
+        )
+
+
+@checked_once
+def _check_tokens(q: Sequence[int], tokens: int, shape: Sequence[int], mode: int) -> None:
+    """Check the number and the shape of tokens against (batch, seq, heads, head_dim) q."""
+    batch, seq, heads, _ = q
+    if tokens != batch * seq:
+        hint = "; heads and seq may be swapped: see layout" if tokens == batch * heads else ""
+        raise InvalidInputError(f"positions: got {tokens} tokens, want {batch * seq} as in q{hint}")
+    row_length = shape[1] if len(shape) == 2 else 0
+    known = row_length or mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
     if batch > 1 and known and row_length != seq:
         raise InvalidInputError(
             f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
             "pad the table, or use layout thd"
         )
-    rotation = rotation_of(ids, rotary, conjugate, number_of(implementation, q.device))
-    if cos_sin is None:
-        return rotation
-    # The cache already contains the attention factor.
-    return rotation._replace(frequencies=cache_of(cos_sin, rotary, positions, ids, validate), attention_factor=1.0)
 
 
-def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool = False) -> tuple[Tensor, Tensor]:
-    """Check q and k and view them as (batch, seq, heads, head_dim); a missing k gets 0 heads and cannot be stored."""
-    if stored and k is None:
-        raise InvalidInputError("k: got None, want a tensor; use apply_rotary to rotate q alone")
-    if layout is not None:
-        one_of("layout", layout, ("thd", "bshd", "bhsd"))
-    for name, x in (("q", q), ("k", k)):
-        if x is None and name == "k":
-            continue
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
-        want = 3 if layout == "thd" else 4
-        if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
-            raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_SHAPES[layout]}")
-        check_no_tangent(name, x)
-    q4 = _as_bshd(shown(q), layout)
-    if k is None:
-        return q4, q4.new_empty((*q4.shape[:2], 0, q4.shape[3]))
-    if k.dtype != q.dtype or k.device != q.device or k.dim() != q.dim():
+@checked_once
+def _check_values(v: Form | type, k: Form) -> None:
+    """Check v against k."""
+    if not isinstance(v, Form):
+        raise InvalidInputError(f"v: got {v.__name__}, want a tensor of {k.dtype} as for k")
+    if (v.dtype, v.device, len(v.shape)) != (k.dtype, k.device, len(k.shape)):
         raise InvalidInputError(
-            f"k: got {k.dtype} on {k.device} with {k.dim()} dimensions, "
-            f"want {q.dtype} on {q.device} with {q.dim()} as for q"
+            f"v: got {v.dtype} on {v.device} with {len(v.shape)} dimensions, "
+            f"want {k.dtype} on {k.device} with {len(k.shape)} as for k"
         )
-    k4 = _as_bshd(shown(k), layout)
-    if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
-        heads_first = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
-        hint = '; if heads come before seq, pass layout="bhsd"' if heads_first else ""
-        raise InvalidInputError(
-            f"k: got shape {tuple(k.shape)}, want {tuple(q.shape)} as for q, except for the heads{hint}"
-        )
-    return q4, k4
+    if v.shape[:-1] != k.shape[:-1]:
+        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want {tuple(k.shape)} as for k, except for head_dim")
+    check_inference({"v": v})
+
+
+@checked_once
+def _check_keys(form: Form | type, rotary: Rotary) -> None:
+    """Check a cache of keys."""
+    form = check_floats("k_cache", form)
+    paged.check_pages("k_cache", form, "NHD", "heads", rotary.head_dim)
+    check_heads("k_cache", form.shape[-2], rotary)
 
 
 def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
     """View as (batch, seq, heads, head_dim)."""
-    if x.dim() == 3:
-        return x.unsqueeze(0)
-    return x.transpose(1, 2) if layout == "bhsd" else x
+    x = shown(x)
+    return x.unsqueeze(0) if x.dim() == 3 else x.transpose(1, 2) if layout == "bhsd" else x
 
 
-def _as_layout(x: Tensor, layout: Layout | None, dimensions: int) -> Tensor:
+def _as_layout(outs: Sequence[Tensor], layout: Layout | None, dimensions: int) -> list[Tensor]:
     """View (batch, seq, heads, head_dim) in a layout of three or four dimensions."""
-    if dimensions == 3:
-        return x.squeeze(0)
-    return x.transpose(1, 2) if layout == "bhsd" else x
-
-
-def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
-    """Check v and view it as (batch, seq, heads, head_dim)."""
-    if not isinstance(v, Tensor):
-        raise InvalidInputError(f"v: got {type(v).__name__}, want a tensor of {k.dtype} as for k")
-    if v.dtype != k.dtype or v.device != k.device or v.dim() != k.dim():
-        raise InvalidInputError(
-            f"v: got {v.dtype} on {v.device} with {v.dim()} dimensions, "
-            f"want {k.dtype} on {k.device} with {k.dim()} as for k"
-        )
-    v4 = _as_bshd(shown(v), layout)
-    if v4.shape[:3] != k4.shape[:3]:
-        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want {tuple(k.shape)} as for k, except for head_dim")
-    return v4
-
-
-def _stored(cache: Cache, k: Tensor, v: Tensor, return_k: bool, validate: bool) -> Stored:
-    """Check a cache and its slots against (batch, seq, heads, head_dim) k and v."""
-    instance("cache", cache, Cache, "mmpos.rotary.Cache")
-    keys, values = paged.pages_of(cache, "k", k), paged.pages_of(cache, "v", v)
-    if keys.shape[:2] != values.shape[:2]:
-        raise InvalidInputError(
-            f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
-            f"want {keys.shape[0]} of {keys.shape[1]} as for key_cache"
-        )
-    slots = paged.slots_of(cache.slot_mapping, k.shape[0], k.shape[1], keys, validate)
-    return Stored(v, keys, values, slots, return_k)
+    return [x.squeeze(0) if dimensions == 3 else x.transpose(1, 2) if layout == "bhsd" else x for x in outs]

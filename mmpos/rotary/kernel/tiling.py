@@ -126,7 +126,7 @@ def angles_of(rotation: RotationArguments) -> Angles:
     """Return the compile-time description of a rotation's angles."""
     return Angles(
         rotation.axes,
-        rotation.is_table,
+        rotation.from_table,
         rotation.fractional,
         rotation.as_hf,
         rotation.conjugate,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import NoneType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +20,11 @@ from mmpos.rotary.device import (
     Positions,
     cache_of,
     check_heads,
-    constants,
     ids_on,
     number_of,
     rotation_of,
 )
-from mmpos.rotary.memory import Form, check_floats, check_inference, check_written, checked_once, form_of, shown
+from mmpos.rotary.memory import Form, check_floats, check_inference, check_written, checked_once, form_of
 from mmpos.rotary.paged import Cache, SlotNames, Stored
 from mmpos.rotary.reference import NO_NORM, Norm, RotationArguments, check_norm
 from mmpos.support.checks import boolean, instance, one_of
@@ -92,14 +92,15 @@ def apply_rotary(
         rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
         if rotated is not None:
             return rotated
-    q4, k4, checked, rotation = _prepared(
-        q, k, positions, rotary, norm, cos_sin, layout, inplace, conjugate, implementation, validate
-    )
+    call = _prepared((q, k), positions, rotary, norm, cos_sin, layout, inplace, conjugate, implementation, validate)
+    (q4, k4), checked, rotation, graded = call
     if inplace:
         check_written({"q": q} if k is None else {"k": k, "q": q}, ("q",) if k is None else ("k", "q"), "inplace=False")
         operators.call(operators.rotate_, q4, k4, *checked, *rotation)
         return q, k
-    q_out, k_out = _as_layout(operators.call(operators.rotate, q4, k4, *checked, *rotation), layout, q.dim())
+    arguments = q4, k4, *checked, *rotation
+    outs = operators.rotate(*arguments) if graded else operators.call(operators.rotate, *arguments)
+    q_out, k_out = (x.squeeze(0) if q.dim() == 3 else x.transpose(1, 2) if layout == "bhsd" else x for x in outs)
     return q_out, None if k is None else k_out
 
 
@@ -147,21 +148,18 @@ def rotate_and_store(
         UnsupportedError: a tensor requires gradients.
     """
     boolean("return_k", return_k)
-    q4, k4, checked, rotation = _prepared(
-        q, k, positions, rotary, norm, cos_sin, layout, inplace, False, implementation, validate, stored=True
-    )
-    _check_values(form_of(v), form_of(k))
-    instance("cache", cache, Cache, "mmpos.rotary.Cache")
-    v4 = _as_bshd(v, layout)
+    call = _prepared((q, k, v), positions, rotary, norm, cos_sin, layout, inplace, False, implementation, validate)
+    (q4, k4, v4), checked, rotation, _ = call
     pages = paged.pages_of(cache, k4, v4)
-    stored = Stored(v4, *pages, paged.slots_of(cache.slot_mapping, *k4.shape[:2], pages[0], validate), return_k)
+    slots = paged.slots_of(cache.slot_mapping, q4.shape[0], q4.shape[1], pages[0], validate)
+    stored = Stored(v4, pages[0], pages[1], slots, return_k)
     tensors = {"q": q, "k": k, "v": v, "key_cache": cache.key_cache, "value_cache": cache.value_cache}
     check_written(tensors, ("key_cache", "value_cache", *("qk" if return_k else "q") * inplace))
     if inplace:
         operators.call(operators.rotate_and_store_, q4, k4, *stored, *checked, *rotation)
         return q, k if return_k else None
     outs = operators.call(operators.rotate_and_store, q4, k4, *stored, *checked, *rotation)
-    q_out, k_out = _as_layout(outs, layout, q.dim())
+    q_out, k_out = (x.squeeze(0) if q.dim() == 3 else x.transpose(1, 2) if layout == "bhsd" else x for x in outs)
     return q_out, k_out if return_k else None
 
 
@@ -201,10 +199,9 @@ def rerotate(
         LimitExceededError: the cache has at least 2³¹ slots.
         UnsupportedError: a tensor requires gradients.
     """
-    boolean("validate", validate)
-    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
-    _check_keys(form_of(k_cache), rotary)
-    pages = paged.as_pages(k_cache, "NHD")
+    variable = os.environ.get("TRITON_INTERPRET") if implementation == "triton" else None
+    number = _check_keys(form_of(k_cache), rotary, validate, implementation, variable)
+    pages = k_cache.unsqueeze(1) if k_cache.dim() == 3 else k_cache
     start = ids_on(from_positions, rotary, pages.device, validate, "from_positions", "k_cache")
     stop = ids_on(to_positions, rotary, pages.device, validate, "to_positions", "k_cache")
     if start.tokens != stop.tokens:
@@ -212,7 +209,6 @@ def rerotate(
     batch, seq = start.shape if len(start.shape) == 2 else (1, start.tokens)
     row = paged.slots_of(slots, batch, seq, pages, validate, MOVED)
     check_written({"k_cache": k_cache}, ("k_cache",))
-    number = number_of(implementation, pages.device)
     rotation = rotation_of(stop, rotary, implementation=number)  # the operator ignores the rotation's attention factor
     operators.call(operators.rerotate_, pages, row, start.tensor, start.mode, *rotation)
 
@@ -284,9 +280,9 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
         )
     _check_heads_turn_alike("angles", rotary)
     ids = _ids_for_tables(rotary, positions, device)
-    frequencies, pair_axis = constants(rotary, ids.tensor.device)
-    fixed = reference.fixed_ids(ids.tensor, ids.mode, ids.tokens)
-    wrapped = reference.angles_of_turns(reference.turns(fixed, pair_axis.to(torch.int64), frequencies))
+    rotation, fixed = rotation_of(ids, rotary), reference.fixed_ids(ids.tensor, ids.mode, ids.tokens)
+    turns = reference.turns(fixed, rotation.pair_axis.to(torch.int64), rotation.frequencies)
+    wrapped = reference.angles_of_turns(turns)
     rows = ids.as_rows(_per_channel(wrapped, rotary))
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
 
@@ -314,76 +310,99 @@ def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def _prepared(
-    q: Tensor, k: Tensor | None, positions: Positions, rotary: Rotary, norm: Norm | None, cos_sin: Tensor | None,
+    tensors: Sequence[Tensor | None], positions: Positions, rotary: Rotary, norm: Norm | None, cos_sin: Tensor | None,
     layout: Layout | None, inplace: bool, conjugate: bool, implementation: Implementation, validate: bool,
-    stored: bool = False,
-) -> tuple[Tensor, Tensor, Norm, RotationArguments]:  # fmt: skip
-    """Check all arguments, and return them for the operators, q and k as (batch, seq, heads, head_dim)."""
-    norm = NO_NORM if norm is None else instance("norm", norm, Norm, "mmpos.rotary.Norm")
-    forms = [form_of(x) for x in (q, k, *norm[:2])]
-    numbers = _check(*forms, *norm[2:], rotary, layout, inplace, conjugate, validate, stored)
-    ids = ids_on(positions, rotary, q.device, validate, like="q")
-    q4, *others = (_as_bshd(x, layout) for x in (q, k) if x is not None)
-    _check_tokens(q4.shape, ids.tokens, ids.shape, ids.mode)
-    rotation = rotation_of(ids, rotary, bool(conjugate), number_of(implementation, q.device))
+) -> tuple[list[Tensor], Norm, RotationArguments, bool]:  # fmt: skip
+    """Check all arguments, and return them for the operators, and whether autograd must see the call.
+
+    ``tensors`` are q and k, and v if it is stored; they are returned as (batch, seq, heads, head_dim), a missing k with
+    0 heads.
+    """
+    norm = NO_NORM if norm is None else norm
+    q_weight, k_weight, *numbers = norm if isinstance(norm, Norm) else (None, None, norm)
+    forms = tuple([form_of(x) for x in tensors])
+    variable = os.environ.get("TRITON_INTERPRET") if implementation == "triton" else None
+    options = layout, inplace, conjugate, validate, implementation, variable
+    number, graded, *numbers = _check(forms, form_of(q_weight), form_of(k_weight), rotary, *options, *numbers)
+    views: list[Tensor] = []
+    for x in tensors:
+        if x is None:
+            views.append(views[0].new_empty((*views[0].shape[:2], 0, views[0].shape[3])))
+            continue
+        x = x.resolve_neg() if not torch.compiler.is_compiling() and x.is_neg() else x  # resolve signs in memory
+        views.append(x.unsqueeze(0) if x.dim() == 3 else x.transpose(1, 2) if layout == "bhsd" else x)
+    ids = ids_on(positions, rotary, views[0].device, validate, like="q")
+    _check_tokens(views[0].shape, ids.tokens, ids.shape, ids.mode)
+    rotation = rotation_of(ids, rotary, bool(conjugate), number)
     if cos_sin is not None:  # it already contains the attention factor
         cache = cache_of(cos_sin, rotary, positions, ids, validate)
         rotation = rotation._replace(frequencies=cache, attention_factor=1.0)
-    weights = [None if weight is None else weight.contiguous() for weight in norm[:2]]
-    k4 = others[0] if others else q4.new_empty((*q4.shape[:2], 0, q4.shape[3]))
-    return q4, k4, Norm(*weights, *numbers), rotation
+    q_weight, k_weight = (None if weight is None else weight.contiguous() for weight in (q_weight, k_weight))
+    return views, Norm(q_weight, k_weight, *numbers), rotation, graded
 
 
 @checked_once
 def _check(
-    q: Form | type, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: float, offset: float,
-    after: bool, rotary: Rotary, layout: Layout | None, inplace: bool, conjugate: bool, validate: bool, stored: bool,
-) -> tuple[float, float, bool]:  # fmt: skip
-    """Check all that does not depend on positions, values and addresses; return the numbers of the norm."""
+    tensors: Sequence[Form | type], q_weight: Form | type, k_weight: Form | type, rotary: Rotary,
+    layout: Layout | None, inplace: bool, conjugate: bool, validate: bool, implementation: Implementation,
+    _variable: str | None, *norm: Any,
+) -> tuple[int, bool, float, float, bool]:  # fmt: skip
+    """Check all that does not depend on positions, values and addresses.
+
+    ``tensors`` are q and k, and v if it is stored; ``_variable`` is what ``number_of`` reads from the environment;
+    ``norm`` are the numbers of a norm, or one object that is not a norm. Return the implementation's number, whether
+    autograd must see the call, and the numbers of the norm.
+    """
+    q, k, *values = tensors
     for name, value in (("inplace", inplace), ("conjugate", conjugate), ("validate", validate)):
         boolean(name, value)
     if layout is not None:
         one_of("layout", layout, ("thd", "bshd", "bhsd"))
-    if stored and k is NoneType:
+    if values and k is NoneType:
         raise InvalidInputError("k: got None, want a tensor; use apply_rotary to rotate q alone")
     for name, form in (("q", q), ("k", k))[: 1 if k is NoneType else 2]:
         shape = check_floats(name, form).shape
         if len(shape) not in ((3, 4) if layout is None else (3,) if layout == "thd" else (4,)):
             raise InvalidInputError(f"{name}: got shape {tuple(shape)}, want {_SHAPES[layout]}")
     assert isinstance(q, Form)
+    if len(norm) != 3:
+        instance("norm", norm[0], Norm, "mmpos.rotary.Norm")
+    heads = 1 if layout == "bhsd" else len(q.shape) - 2
     if isinstance(k, Form):
-        _check_k(k, q, layout)
-    numbers = check_norm(q, k, q_weight, k_weight, eps, offset, after)
+        _check_alike("k", k, "q", q, heads, layout)
+    if isinstance(k, Form) and values:
+        _check_alike("v", values[0], "k", k, len(k.shape) - 1, layout)
+    numbers = check_norm(q, k, q_weight, k_weight, *norm)
     if q.shape[-1] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
         raise InvalidInputError(f"q: got head_dim {q.shape[-1]}, want {rotary.head_dim} as in rotary")
-    heads = 1 if layout == "bhsd" else -2
     check_heads("q", q.shape[heads], rotary, shared=True)
     if isinstance(k, Form) and k.shape[heads]:
         check_heads("k", k.shape[heads], rotary)
     forms = {"norm.q_weight": q_weight, "norm.k_weight": k_weight, "q": q, "k": k}
-    if stored:
-        check_inference(forms)
-    for name, form in forms.items():
-        if inplace and isinstance(form, Form) and form.graded:
-            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-    return numbers
+    if values:
+        check_inference(forms | {"v": values[0]})
+    graded = [name for name, form in forms.items() if isinstance(form, Form) and form.graded]
+    if inplace and graded:
+        raise UnsupportedError(f"inplace: got {graded[0]} that requires gradients, want inplace=False")
+    return number_of(implementation, q.device), bool(graded), *numbers
 
 
-def _check_k(k: Form, q: Form, layout: Layout | None) -> None:
-    """Check that k fits q, except for the heads."""
-    got, want = ((x.dtype, x.device, len(x.shape)) for x in (k, q))
-    if got != want:
+def _check_alike(name: str, x: Form | type, other: str, like: Form, free: int, layout: Layout | None) -> None:
+    """Check that a tensor fits another one, except for one dimension."""
+    dims = len(like.shape)
+    if not isinstance(x, Form):
+        raise InvalidInputError(f"{name}: got {x.__name__}, want a tensor of {like.dtype} as for {other}")
+    if (x.dtype, x.device, len(x.shape)) != (like.dtype, like.device, dims):
         raise InvalidInputError(
-            f"k: got {k.dtype} on {k.device} with {got[2]} dimensions, "
-            f"want {q.dtype} on {q.device} with {want[2]} as for q"
+            f"{name}: got {x.dtype} on {x.device} with {len(x.shape)} dimensions, "
+            f"want {like.dtype} on {like.device} with {dims} as for {other}"
         )
-    heads = 1 if layout == "bhsd" else want[2] - 2
-    if any(k.shape[i] != q.shape[i] for i in range(want[2]) if i != heads):
-        heads_first = layout is None and want[2] == 4 and k.shape[2:] == q.shape[2:]
+    if any(x.shape[i] != like.shape[i] for i in range(dims) if i != free):
+        but = "head_dim" if free == dims - 1 else "the heads"
+        heads_first = (free, dims, layout) == (2, 4, None) and x.shape[2:] == like.shape[2:]
         hint = '; if heads come before seq, pass layout="bhsd"' if heads_first else ""
-        raise InvalidInputError(
-            f"k: got shape {tuple(k.shape)}, want {tuple(q.shape)} as for q, except for the heads{hint}"
-        )
+        got, want = tuple(x.shape), tuple(like.shape)
+        raise InvalidInputError(f"{name}: got shape {got}, want {want} as for {other}, except for {but}{hint}")
 
 
 @checked_once
@@ -403,34 +422,13 @@ def _check_tokens(q: Sequence[int], tokens: int, shape: Sequence[int], mode: int
 
 
 @checked_once
-def _check_values(v: Form | type, k: Form) -> None:
-    """Check v against k."""
-    if not isinstance(v, Form):
-        raise InvalidInputError(f"v: got {v.__name__}, want a tensor of {k.dtype} as for k")
-    if (v.dtype, v.device, len(v.shape)) != (k.dtype, k.device, len(k.shape)):
-        raise InvalidInputError(
-            f"v: got {v.dtype} on {v.device} with {len(v.shape)} dimensions, "
-            f"want {k.dtype} on {k.device} with {len(k.shape)} as for k"
-        )
-    if v.shape[:-1] != k.shape[:-1]:
-        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want {tuple(k.shape)} as for k, except for head_dim")
-    check_inference({"v": v})
-
-
-@checked_once
-def _check_keys(form: Form | type, rotary: Rotary) -> None:
-    """Check a cache of keys."""
+def _check_keys(
+    form: Form | type, rotary: Rotary, validate: bool, implementation: Implementation, _variable: str | None
+) -> int:
+    """Check the arguments of ``rerotate`` apart from slots and positions; return the implementation's number."""
+    boolean("validate", validate)
+    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
     form = check_floats("k_cache", form)
     paged.check_pages("k_cache", form, "NHD", "heads", rotary.head_dim)
     check_heads("k_cache", form.shape[-2], rotary)
-
-
-def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
-    """View as (batch, seq, heads, head_dim)."""
-    x = shown(x)
-    return x.unsqueeze(0) if x.dim() == 3 else x.transpose(1, 2) if layout == "bhsd" else x
-
-
-def _as_layout(outs: Sequence[Tensor], layout: Layout | None, dimensions: int) -> list[Tensor]:
-    """View (batch, seq, heads, head_dim) in a layout of three or four dimensions."""
-    return [x.squeeze(0) if dimensions == 3 else x.transpose(1, 2) if layout == "bhsd" else x for x in outs]
+    return number_of(implementation, form.device)

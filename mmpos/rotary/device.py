@@ -195,7 +195,8 @@ def _check_ids(
     shape = form.shape[1:]
     if counts is not None:
         tokens, seq, fractional = counts
-        shape, mode = (tokens // seq, seq) if seq else (tokens,), TABLE_FRACTIONAL if fractional else TABLE_INTEGER
+        shape = torch.Size((tokens // seq, seq) if seq else (tokens,))
+        mode = TABLE_FRACTIONAL if fractional else TABLE_INTEGER
     elif len(form.shape) not in (2, 3) or not form.shape[0]:
         raise InvalidInputError(f"{name}: got shape {tuple(form.shape)}, want (axes, tokens) or (axes, batch, seq)")
     elif form.dtype not in (torch.int32, torch.int64, torch.float64):
@@ -270,21 +271,21 @@ def _constants_of(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
     return _constants(text, device)
 
 
-def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the cached frequencies and pair axes on a device; a compiled graph treats them as constants."""
-    if torch.compiler.is_compiling():
-        return _constants_of(rotary.text, device)
-    # Tensors created under FakeTensorMode have no data and must not be cached for later calls.
-    faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    return (_constants.__wrapped__ if faked else _constants)(rotary.text, device)
-
-
 def rotation_of(
     ids: PositionIds, rotary: Rotary, conjugate: bool = False, implementation: int = reference.REFERENCE
 ) -> reference.RotationArguments:
-    """Return a rotation by these ids in the form that the operators expect."""
-    tensors, adjacent = (ids.tensor, *constants(rotary, ids.tensor.device)), rotary.pairing == "adjacent"
-    return reference.RotationArguments(*tensors, ids.mode, adjacent, rotary.attention_factor, conjugate, implementation)
+    """Return a rotation by these ids in the form that the operators expect; its constants are those of a graph."""
+    device = ids.tensor.device
+    if torch.compiler.is_compiling():
+        frequencies, pair_axis = _constants_of(rotary.text, device)
+    else:
+        # Tensors created under FakeTensorMode have no data and must not be cached for later calls.
+        faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        frequencies, pair_axis = (_constants.__wrapped__ if faked else _constants)(rotary.text, device)
+    factor, adjacent = rotary.attention_factor, rotary.pairing == "adjacent"
+    return reference.RotationArguments(
+        ids.tensor, frequencies, pair_axis, ids.mode, adjacent, factor, conjugate, implementation
+    )
 
 
 def _torch_power(base: float, exponents: Any) -> Any:

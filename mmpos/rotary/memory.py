@@ -32,7 +32,7 @@ def is_plain(*tensors: Tensor, allocated: bool = True) -> bool:
         if type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
             return False
     try:
-        return not allocated or all([x.data_ptr() or not x.numel() for x in tensors])
+        return not allocated or all(x.data_ptr() or not x.numel() for x in tensors)
     except RuntimeError:  # tensors under vmap and other transforms have no address
         return False
 
@@ -42,8 +42,7 @@ _TYPES = (Tensor, Parameter)
 
 def has_tangent(x: Tensor) -> bool:
     """Return whether x has a forward-mode gradient, which the operators do not support."""
-    active = getattr(forward_ad, "_current_level", 0) >= 0  # without a level, no tensor has a forward-mode gradient
-    return active and forward_ad.unpack_dual(x).tangent is not None
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 class Form(NamedTuple):
@@ -70,8 +69,10 @@ def form_of(x: object) -> Form | type:
     """Return the form of a tensor, or the type of any other object."""
     if not isinstance(x, Tensor):
         return type(x)
-    tangent = not torch.compiler.is_compiling() and has_tangent(x)
-    return Form(x.dtype, x.shape, x.stride(), x.device, x.requires_grad and torch.is_grad_enabled(), tangent)
+    graded = x.requires_grad and torch.is_grad_enabled()
+    # Without a level, no tensor has a forward-mode gradient, and unpacking takes longer than the other fields.
+    level = not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", 0) >= 0
+    return Form(x.dtype, x.shape, x.stride(), x.device, graded, level and has_tangent(x))
 
 
 def got(form: Form | type) -> object:
@@ -123,11 +124,6 @@ def check_inference(forms: Mapping[str, Form | type]) -> None:
             check_no_tangent(name, form)
 
 
-def shown(x: Tensor) -> Tensor:
-    """Return x with its actual values in memory: a negative view stores them with the opposite sign."""
-    return x.resolve_neg() if not torch.compiler.is_compiling() and x.is_neg() else x
-
-
 def mark_written(*tensors: Tensor) -> None:
     """Increment the versions of written tensors, so that autograd refuses to use stale saved values."""
     torch.autograd.graph.increment_version(tensors)  # tensors from inference mode have no version and are skipped
@@ -167,8 +163,9 @@ _Steps = tuple[tuple[int, int], ...]
 
 @_cached
 def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps, bool]:
-    """Return a view's extent in bytes, the strides (in bytes) and sizes of its dimensions, by descending stride, and
-    whether all elements are separate: every stride is larger than the extent of the inner dimensions.
+    """Return a view's extent in bytes, its strides in bytes with sizes, largest first, and whether no elements overlap.
+
+    Elements are separate if every stride is larger than the extent of the inner dimensions.
     """
     if 0 in sizes:  # an empty tensor may have any strides
         return 0, (), True

@@ -66,22 +66,26 @@ def _rotation_and_norm(arguments: Sequence[Any]) -> tuple[RotationArguments, Nor
 
 
 def rotate_into(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM,
+    stored: Stored | None = None,
 ) -> None:  # fmt: skip
-    """Do what ``reference.rotate_all`` does with the kernel, the extension or the reference, without gradients."""
+    """Do what ``reference.rotate_all`` does with the kernel, the extension or the reference, and store k and v."""
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        kernel.launch_rotate(q, k, q_out, k_out, rotation, norm)
-    elif rotation.implementation != AUTO or not cpu.rotate(q, k, q_out, k_out, rotation, norm):
+        kernel.launch_rotate(q, k, q_out, k_out, rotation, norm, stored)
+        return
+    if rotation.implementation != AUTO or not cpu.rotate(q, k, q_out, k_out, rotation, norm):
         reference.rotate_all(q, k, q_out, k_out, rotation, norm)
+    if stored is not None:
+        paged.write((stored.key_cache, stored.value_cache), (k_out, stored.v), stored.slots)
 
 
 def _rotate_backward(
     q_grad: Tensor, k_grad: Tensor, q: Tensor, k: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     rotation, norm = _rotation_and_norm(arguments)
-    back, (batch, seq) = rotation.reversed(), q.shape[:2]
+    back, (batch, seq) = rotation._replace(conjugate=not rotation.conjugate), q.shape[:2]
     outs = [torch.empty_like(x) if want else None for x, want in zip((q, k), wanted[:2], strict=True)]
     sums: list[Tensor | None] = [q.new_zeros(q.shape[3], dtype=torch.float32) if want else None for want in wanted[2:]]
     if not batch * seq:
@@ -131,7 +135,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     kept = [x if wanted[i] or wanted[2 + i] else None if x is None else x[:, :, :0] for i, x in enumerate((q, k))]
     grads = tuple(x if wanted[i] or wanted[2 + i] else x[:, :, :0] for i, x in enumerate(grads))
     if q_weight is None and k_weight is None:
-        gradients = *rotate(*grads, *NO_NORM, *rotation.reversed()), None, None
+        gradients = *rotate(*grads, *NO_NORM, *rotation._replace(conjugate=not rotation.conjugate)), None, None
     elif torch.is_grad_enabled():
         gradients = _differentiable_gradients(grads, kept, wanted, norm, rotation)
     else:
@@ -168,29 +172,23 @@ def _differentiable_gradients(
 
 def _store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = _fake_store(q, k, *arguments)
-    _store_into(q, k, q_out, k_out, arguments)
+    _store_into(q, k, q_out, k_out, *arguments)
     return q_out, k_out
 
 
 def _store_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
-    k_out = k if Stored(*arguments[: len(Stored._fields)]).return_k else _without_heads(k)
-    _store_into(q, k, q, k_out, arguments)
-    mark_written(q, k_out)
+    stored = _store_into(q, k, q, k, *arguments)
+    mark_written(q, *(k,) * stored.return_k)
 
 
-def _store_into(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, arguments: Sequence[Any]) -> None:
+def _store_into(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *arguments: Any) -> Stored:
+    """Rotate q, and k if it is returned, into q_out and k_out, and write rotated k and v to a cache."""
     count = len(Stored._fields)
     stored, (rotation, norm) = Stored(*arguments[:count]), _rotation_and_norm(arguments[count:])
-    caches = stored.key_cache, stored.value_cache
-    if rotation.implementation == TRITON:
-        from mmpos.rotary import kernel
-
-        kernel.launch_store(q, k, q_out, k_out, stored, rotation, norm)
-    else:
-        k_rotated = k_out if stored.return_k else torch.empty_like(k)
-        rotate_into(q, k, q_out, k_rotated, rotation, norm)
-        paged.write(caches, (k_rotated, stored.v), stored.slots)
-    mark_written(*caches)
+    k_rotated = k_out if stored.return_k or rotation.implementation == TRITON else torch.empty_like(k)
+    rotate_into(q, k, q_out, k_rotated, rotation, norm, stored)
+    mark_written(stored.key_cache, stored.value_cache)
+    return stored
 
 
 def _rerotate_in_place(pages: Tensor, slots: Tensor, from_positions: Tensor, from_mode: int, *arguments: Any) -> None:
@@ -224,15 +222,11 @@ def _fake_backward(
 
 def _fake_store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     stored = Stored(*arguments[: len(Stored._fields)])
-    return torch.empty_like(q), torch.empty_like(k) if stored.return_k else _without_heads(k)
+    return torch.empty_like(q), (torch.empty_like(k) if stored.return_k else k.new_empty((*k.shape[:2], 0, k.shape[3])))
 
 
 def _fake_in_place(*_: Any) -> None:
     pass
-
-
-def _without_heads(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:2], 0, x.shape[3]))
 
 
 # The operators.

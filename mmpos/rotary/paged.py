@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.rotary.memory import Form, check_inference, checked_once, form_of, got
-from mmpos.support.checks import INT32_MAX, one_of
+from mmpos.support.checks import INT32_MAX, instance, one_of
 
 CacheLayout = Literal["NHD", "HND"]
 
@@ -43,12 +43,14 @@ class Cache(NamedTuple):
 
 def pages_of(cache: Cache, k: Tensor, v: Tensor) -> list[Tensor]:
     """View the caches of (batch, seq, heads, head_dim) k and v as (blocks, block_size, heads, head_dim)."""
-    _check_caches(form_of(cache.key_cache), form_of(cache.value_cache), cache.layout, form_of(k), form_of(v))
-    return [as_pages(x, cache.layout) for x in (cache.key_cache, cache.value_cache)]
+    both = instance("cache", cache, Cache, "mmpos.rotary.Cache")[:2]
+    _check_caches(*[form_of(x) for x in (*both, k, v)], cache.layout)
+    heads_first = cache.layout == "HND"
+    return [x.unsqueeze(1) if x.dim() == 3 else x.transpose(1, 2) if heads_first else x for x in both]
 
 
 @checked_once
-def _check_caches(keys: Form | type, values: Form | type, layout: CacheLayout, k: Form, v: Form) -> None:
+def _check_caches(keys: Form | type, values: Form | type, k: Form, v: Form, layout: CacheLayout) -> None:
     one_of("cache.layout", layout, ("NHD", "HND"))
     slots = []
     for like, x, form in (("k", k, keys), ("v", v, values)):
@@ -65,11 +67,6 @@ def _check_caches(keys: Form | type, values: Form | type, layout: CacheLayout, k
         raise InvalidInputError(
             f"value_cache: got {blocks} blocks of {size} slots, want {want_blocks} of {want_size} as for key_cache"
         )
-
-
-def as_pages(cache: Tensor, layout: CacheLayout) -> Tensor:
-    """View a cache as (blocks, block_size, heads, head_dim)."""
-    return cache.unsqueeze(1) if cache.dim() == 3 else cache.transpose(1, 2) if layout == "HND" else cache
 
 
 def check_pages(name: str, form: Form, layout: CacheLayout, heads: int | str, head_dim: int) -> tuple[int, int]:

@@ -109,10 +109,6 @@ class RotationArguments(NamedTuple):
         """Whether each group of heads has its own frequencies."""
         return self.frequencies.dim() == 3
 
-    def reversed(self) -> RotationArguments:
-        """Return the arguments of the inverse rotation."""
-        return self._replace(conjugate=not self.conjugate)
-
 
 def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
     """Convert a table or dense ids to (axes, tokens) int64 positions in units of 2⁻³², rounded down."""
@@ -458,7 +454,7 @@ def norm_backward(
     """
     gradient, value = grad.to(torch.float32), x.to(torch.float32)
     gradient, value = (backward(gradient), value) if forward is None else (gradient, forward(value))
-    scale = _inverse_rms(value, eps)
+    scale = value.square().mean(-1, keepdim=True).add(eps).rsqrt()
     value = value * scale
     weight_grad, gradient = (gradient * value).sum((0, 1, 2)), gradient * weight
     gradient = (gradient - value * (gradient * value).mean(-1, keepdim=True)) * scale
@@ -467,9 +463,4 @@ def norm_backward(
 
 def normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Normalise float32 heads with a weight that includes the offset; without a weight, return x unchanged."""
-    return x if weight is None else x * _inverse_rms(x, eps) * weight
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """Compute the (…, 1) factor that scales heads to a mean square of 1."""
-    return x.square().mean(-1, keepdim=True).add(eps).rsqrt()
+    return x if weight is None else x * x.square().mean(-1, keepdim=True).add(eps).rsqrt() * weight

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rerotate, rotate_and_store
-from mmpos.rotary.device import constants
+from mmpos.rotary.device import frequencies_of
 from mmpos.support.cached import cached_property
 
 GPU = torch.cuda.is_available()
@@ -306,7 +306,7 @@ def angles(ids: Tensor, rotary: Rotary) -> Tensor:
     With head_axes the shape is (tokens, kv_heads, pairs).
     """
     if rotary.precision == "hf":
-        inv_freq, axis = constants(rotary, DEVICE)
+        inv_freq, axis = (x.to(DEVICE) for x in frequencies_of(rotary))
         return (ids.float()[axis].T * inv_freq).double()
     if rotary.head_axes is not None:
         return torch.stack([angles(ids, of_head) for of_head in by_kv_head(rotary)], 1)

@@ -3,12 +3,11 @@
 from mmpos.rotary.kernel.backward import launch_backward
 from mmpos.rotary.kernel.phases import launch_dense
 from mmpos.rotary.kernel.rerotate import launch_rerotate
-from mmpos.rotary.kernel.rotate import launch_rotate, launch_store
+from mmpos.rotary.kernel.rotate import launch_rotate
 
 __all__ = [
     "launch_backward",
     "launch_dense",
     "launch_rerotate",
     "launch_rotate",
-    "launch_store",
 ]

@@ -151,7 +151,7 @@ def launch_backward(
     with tiling.on(q.device):
         tiling.launch(
             backward_kernel, grid, warps,
-            *map(tiling.heads_of, (*grads, *inputs)), *(None if x is None else tiling.heads_of(x) for x in outs),
+            *map(tiling.heads_of, (*grads, *inputs)), *map(tiling.heads_of, outs),
             *tiling.norm_arguments(norm), *sums, rotation.positions, rotation.frequencies, rotation.pair_axis,
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k.shape[2],
             rotation.attention_factor,

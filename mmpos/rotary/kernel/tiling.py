@@ -79,6 +79,8 @@ class Angles(NamedTuple):
 def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
     """Launch a kernel in which products and sums are rounded separately.
 
+    Compiled kernels are kept by all that Triton's choice among them depends on, which takes longer than a launch.
+
     Args:
         kernel: the kernel.
         grid: number of programs in each of the two dimensions.
@@ -86,7 +88,24 @@ def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **co
         arguments: positional arguments of the kernel: tensors, ``Heads``, numbers, or None for an absent argument.
         constants: compile-time constants by name.
     """
-    kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+    tensors = ((x[0], x[1:]) if type(x) is Heads else (x, None) for x in arguments)
+    forms = [(x.dtype, x.data_ptr() % 16, strides) if isinstance(x, Tensor) else x for x, strides in tensors]
+    key = kernel, warps, torch.cuda.current_device() if torch.cuda.is_available() else 0, *forms, *constants.values()
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1)](*arguments, *constants.values())
+        return
+    compiled = kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+    if compiled is not None and torch.version.hip is None:  # AMD's choice also depends on sizes of memory
+        while len(_COMPILED) >= MOST_COMPILED:
+            _COMPILED.popitem()
+        _COMPILED[key] = compiled
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels; the interpreter has none."""
+
+MOST_COMPILED = 1 << 12
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -96,9 +115,9 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def heads_of(x: Tensor) -> Heads:
+def heads_of(x: Tensor | None) -> Heads | None:
     """Return a 4-D tensor as ``Heads`` with its strides."""
-    return Heads(x, *x.stride())
+    return None if x is None else Heads(x, *x.stride())
 
 
 @lru_cache
@@ -124,22 +143,12 @@ def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> HeadChannels:
 
 def angles_of(rotation: RotationArguments) -> Angles:
     """Return the compile-time description of a rotation's angles."""
-    return Angles(
-        rotation.axes,
-        rotation.from_table,
-        rotation.fractional,
-        rotation.as_hf,
-        rotation.conjugate,
-        rotation.attention_factor != 1.0,
-        rotation.cache_rows,
-        rotation.head_groups,
-        rotation.own_frequencies,
-    )
+    return Angles(*(getattr(rotation, name) for name in Angles._fields))
 
 
 def norm_arguments(norm: Norm) -> tuple[Any, ...]:
     """Return both weights, eps and offset; four times None if there is no norm."""
-    return (None,) * 4 if norm.is_none else (norm.q_weight, norm.k_weight, norm.eps, norm.offset)
+    return (None,) * 4 if norm.is_none else norm[:4]
 
 
 LEAST_PIECE = 4

@@ -28,13 +28,15 @@ def is_plain(*tensors: Tensor, allocated: bool = True) -> bool:
     if traced or _modes() or getattr(forward_ad, "_current_level", 0) >= 0:
         return False
     grad = torch.is_grad_enabled()
-    for x in tensors:  # all(…) is slower
-        if type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
-            return False
     try:
-        return not allocated or all(x.data_ptr() or not x.numel() for x in tensors)
+        for x in tensors:
+            if type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
+                return False
+            if allocated and not x.data_ptr() and x.numel():
+                return False
     except RuntimeError:  # tensors under vmap and other transforms have no address
         return False
+    return True
 
 
 _TYPES = (Tensor, Parameter)

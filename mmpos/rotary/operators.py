@@ -257,7 +257,7 @@ _FUNCTIONS: dict[OpOverload[..., Any], Callable[..., Any]] = {}
 
 def call(operator: OpOverload[..., Any], *arguments: Any) -> Any:
     """Call an operator, or its function directly if torch's dispatcher is not needed."""
-    plain = is_plain(*(x for x in arguments if isinstance(x, Tensor)))
+    plain = is_plain(*[x for x in arguments if isinstance(x, Tensor)])
     return (_FUNCTIONS[operator] if plain else operator)(*arguments)
 
 

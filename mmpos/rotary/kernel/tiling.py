@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -88,17 +89,20 @@ def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **co
         arguments: positional arguments of the kernel: tensors, ``Heads``, numbers, or None for an absent argument.
         constants: compile-time constants by name.
     """
-    tensors = ((x[0], x[1:]) if type(x) is Heads else (x, None) for x in arguments)
-    forms = [(x.dtype, x.data_ptr() % 16, strides) if isinstance(x, Tensor) else x for x, strides in tensors]
-    key = kernel, warps, torch.cuda.current_device() if torch.cuda.is_available() else 0, *forms, *constants.values()
+    forms = [
+        (x[0].dtype, x[0].data_ptr() % 16, x[1:]) if type(x) is Heads
+        else (x.dtype, x.data_ptr() % 16, x.device) if isinstance(x, Tensor) else x
+        for x in arguments
+    ]  # fmt: skip
+    key = kernel, warps, *forms, *constants.values()
     compiled = _COMPILED.get(key)
     if compiled is not None:
         compiled[(*grid, 1)](*arguments, *constants.values())
         return
     compiled = kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
     if compiled is not None and torch.version.hip is None:  # AMD's choice also depends on sizes of memory
-        while len(_COMPILED) >= MOST_COMPILED:
-            _COMPILED.popitem()
+        if len(_COMPILED) >= MOST_COMPILED:
+            _COMPILED.clear()
         _COMPILED[key] = compiled
 
 
@@ -143,7 +147,10 @@ def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> HeadChannels:
 
 def angles_of(rotation: RotationArguments) -> Angles:
     """Return the compile-time description of a rotation's angles."""
-    return Angles(*(getattr(rotation, name) for name in Angles._fields))
+    return Angles(*_ANGLES(rotation))
+
+
+_ANGLES = attrgetter(*Angles._fields)
 
 
 def norm_arguments(norm: Norm) -> tuple[Any, ...]:

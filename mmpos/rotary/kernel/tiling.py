@@ -52,19 +52,7 @@ class HeadChannels(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Compile-time description of positions and how angles are computed from them.
-
-    Args:
-        axes: number of position axes.
-        from_table: whether positions are a table instead of dense ids.
-        fractional: whether ids may be fractions.
-        as_hf: whether angles are float32 products as in Transformers.
-        conjugate: whether to rotate by the negative angles.
-        scaled: whether cos and sin are multiplied by an attention factor.
-        cache_rows: number of rows of an engine's cache of cos and sin; 0 if cos and sin are computed.
-        head_groups: number of groups of heads, one per row of pair_axis; 0 if all heads rotate alike.
-        own_frequencies: whether each group has its own frequencies.
-    """
+    """Compile-time description of positions and how angles are computed: properties of ``RotationArguments``."""
 
     axes: int
     from_table: bool

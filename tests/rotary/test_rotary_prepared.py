@@ -16,6 +16,7 @@ from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, rerotate, rotate_and
 from mmpos.rotary.kernel import tiling
 
 ROTARY, IDS = Rotary(64, axes=3), torch.arange(48, dtype=torch.int32).view(3, 16)
+WEIGHT = torch.ones(64, requires_grad=True)
 
 
 def heads(count: int) -> Tensor:
@@ -39,7 +40,7 @@ def store(**changed: Any) -> None:
     [
         (8, lambda: apply_rotary(heads(4), None, IDS, ROTARY)),
         (20, train),
-        (20, lambda: train(Norm(*[torch.ones(64, requires_grad=True)] * 2))),
+        (20, lambda: train(Norm(WEIGHT, WEIGHT))),
         (26, store),
         (28, lambda: rerotate(torch.zeros(20, 4, 64), torch.arange(16), IDS, IDS + 1, ROTARY)),
     ],

@@ -352,8 +352,8 @@ def check_norm(
         raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
     if k is NoneType and k_weight is not NoneType:
         raise InvalidInputError("norm.k_weight: got a weight without k, want None")
-    given = [(name, weight) for name, weight in (("q", q_weight), ("k", k_weight)) if weight is not NoneType]
-    for name, form in given:
+    weights = [(name, weight) for name, weight in (("q", q_weight), ("k", k_weight)) if weight is not NoneType]
+    for name, form in weights:
         weight = check_floats(f"norm.{name}_weight", form)
         if weight.shape != q.shape[-1:]:
             raise InvalidInputError(f"norm.{name}_weight: got shape {tuple(weight.shape)}, want {tuple(q.shape[-1:])}")
@@ -361,7 +361,7 @@ def check_norm(
             raise InvalidInputError(
                 f"norm.{name}_weight: got a tensor on {weight.device}, want {q.device} as for {name}"
             )
-    return (float(eps), float(offset), bool(after)) if given else NO_NORM[2:]
+    return (float(eps), float(offset), bool(after)) if weights else NO_NORM[2:]
 
 
 def rotate_all(

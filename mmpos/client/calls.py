@@ -343,7 +343,7 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor | None) -> None:
     with needed_for("rotations", extra="all"):
         import torch
 
-    from mmpos.rotary.reference import FLOATS
+    from mmpos.rotary.memory import FLOATS
 
     for name, x in [("q", q)] if k is None else [("q", q), ("k", k)]:
         if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS:

@@ -15,12 +15,10 @@ from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Linspace, Llama3, Long
 from mmpos.support.extras import lazy_names
 
 if TYPE_CHECKING:
-    from mmpos.rotary.apply import angles, apply_rotary, cos_sin, rotate_and_store
+    from mmpos.rotary.apply import QKV, angles, apply_rotary, cos_sin, rerotate, rotate_and_store, split_qkv
     from mmpos.rotary.device import DevicePositions
     from mmpos.rotary.paged import Cache
-    from mmpos.rotary.qkv import QKV, split_qkv
     from mmpos.rotary.reference import Norm
-    from mmpos.rotary.rerotation import rerotate
 
 __all__ = [
     "NTK",
@@ -52,13 +50,13 @@ if not TYPE_CHECKING:
             "Cache": "paged",
             "DevicePositions": "device",
             "Norm": "reference",
-            "QKV": "qkv",
+            "QKV": "apply",
             "angles": "apply",
             "apply_rotary": "apply",
             "cos_sin": "apply",
-            "rerotate": "rerotation",
+            "rerotate": "apply",
             "rotate_and_store": "apply",
-            "split_qkv": "qkv",
+            "split_qkv": "apply",
         },
         extra="all",
         what="rotations",

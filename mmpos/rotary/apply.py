@@ -1,8 +1,11 @@
-"""Rotate q and k, optionally into a paged cache, and compute cos, sin and angles for other kernels."""
+"""Rotate q and k, also into a paged cache, and keys within one; compute cos, sin and angles for other kernels."""
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +20,16 @@ from mmpos.rotary.device import (
     Positions,
     cache_of,
     check_heads,
-    constants,
     ids_on,
     number_of,
     rotation_of,
 )
-from mmpos.rotary.memory import check_inference, check_inplace, check_no_tangent, check_written, shown
-from mmpos.rotary.paged import Cache, Stored
-from mmpos.rotary.reference import (
-    FLOATS,
-    NO_NORM,
-    Norm,
-    RotationArguments,
-    checked_norm,
-)
-from mmpos.support.checks import boolean, instance, one_of
+from mmpos.rotary.memory import Form, check_floats, check_inference, check_written, checked_once, form_of
+from mmpos.rotary.paged import Cache, SlotNames, Stored
+from mmpos.rotary.reference import NO_NORM, Norm, RotationArguments, check_norm
+from mmpos.support.checks import boolean, instance, integer, one_of
 
-__all__ = ["angles", "apply_rotary", "cos_sin", "rotate_and_store", "rotate_into"]
+__all__ = ["QKV", "angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store", "split_qkv"]
 
 Layout = Literal["thd", "bshd", "bhsd"]
 TableLayout = Literal["pairs", "transformers", "torchtitan"]
@@ -96,36 +92,16 @@ def apply_rotary(
         rotated = cpu.rotated_at_once(q, k, positions, rotary, layout, inplace, conjugate)
         if rotated is not None:
             return rotated
-    inplace, conjugate = boolean("inplace", inplace), boolean("conjugate", conjugate)
-    checked = NO_NORM if norm is None else checked_norm(norm, q, k)
-    q4, k4 = _views(q, k, layout)
-    rotation = _arguments(q4, k4, positions, rotary, cos_sin, conjugate, implementation, validate)
+    call = _prepared((q, k), positions, rotary, norm, cos_sin, layout, inplace, conjugate, implementation, validate)
+    (q4, k4), checked, rotation, graded = call
     if inplace:
-        check_inplace({"q": q} if k is None else {"q": q, "k": k}, checked.named())
+        check_written({"q": q} if k is None else {"k": k, "q": q}, ("q",) if k is None else ("k", "q"), "inplace=False")
         operators.call(operators.rotate_, q4, k4, *checked, *rotation)
         return q, k
-    q_out, k_out = operators.call(operators.rotate, q4, k4, *checked, *rotation)
-    return _as_layout(q_out, layout, q.dim()), None if k is None else _as_layout(k_out, layout, q.dim())
-
-
-def rotate_into(
-    outs: tuple[Tensor, Tensor | None],
-    q: Tensor,
-    k: Tensor | None,
-    positions: Positions,
-    rotary: Rotary,
-    *,
-    layout: Layout | None = None,
-    conjugate: bool = False,
-) -> None:
-    """Rotate q and k into ``outs``, without gradients.
-
-    ``outs`` have the shapes, dtypes and device of q and k, and may be q and k. The other arguments and the errors are
-    those of ``apply_rotary`` with ``validate=True``.
-    """
-    q4, k4 = _views(q, k, layout)
-    rotation = _arguments(q4, k4, positions, rotary, None, conjugate, "auto", True)
-    operators.run(q4, k4, *_views(*outs, layout), NO_NORM, rotation)
+    arguments = q4, k4, *checked, *rotation
+    outs = operators.rotate(*arguments) if graded else operators.call(operators.rotate, *arguments)
+    q_out, k_out = (x.squeeze(0) if q.dim() == 3 else x.transpose(1, 2) if layout == "bhsd" else x for x in outs)
+    return q_out, None if k is None else k_out
 
 
 def rotate_and_store(
@@ -171,20 +147,132 @@ def rotate_and_store(
         LimitExceededError: a cache has at least 2³¹ slots.
         UnsupportedError: a tensor requires gradients.
     """
-    inplace, return_k = boolean("inplace", inplace), boolean("return_k", return_k)
-    checked = NO_NORM if norm is None else checked_norm(norm, q, k)
-    q4, k4 = _views(q, k, layout, stored=True)
-    v4 = _values(v, k, k4, layout)
-    rotation = _arguments(q4, k4, positions, rotary, cos_sin, False, implementation, validate)
-    check_inference((tensors := {"q": q, "k": k, "v": v}) | checked.named())
-    stored = _stored(cache, k4, v4, return_k, validate)
-    tensors |= {"key_cache": cache.key_cache, "value_cache": cache.value_cache}
+    boolean("return_k", return_k)
+    call = _prepared((q, k, v), positions, rotary, norm, cos_sin, layout, inplace, False, implementation, validate)
+    (q4, k4, v4), checked, rotation, _ = call
+    pages = paged.pages_of(cache, k4, v4)
+    slots = paged.slots_of(cache.slot_mapping, q4.shape[0], q4.shape[1], pages[0], validate)
+    stored = Stored(v4, pages[0], pages[1], slots, return_k)
+    tensors = {"q": q, "k": k, "v": v, "key_cache": cache.key_cache, "value_cache": cache.value_cache}
     check_written(tensors, ("key_cache", "value_cache", *("qk" if return_k else "q") * inplace))
     if inplace:
         operators.call(operators.rotate_and_store_, q4, k4, *stored, *checked, *rotation)
         return q, k if return_k else None
-    q_out, k_out = operators.call(operators.rotate_and_store, q4, k4, *stored, *checked, *rotation)
-    return _as_layout(q_out, layout, q.dim()), _as_layout(k_out, layout, q.dim()) if return_k else None
+    outs = operators.call(operators.rotate_and_store, q4, k4, *stored, *checked, *rotation)
+    q_out, k_out = (x.squeeze(0) if q.dim() == 3 else x.transpose(1, 2) if layout == "bhsd" else x for x in outs)
+    return q_out, k_out if return_k else None
+
+
+def rerotate(
+    k_cache: Tensor,
+    slots: Tensor,
+    from_positions: Positions,
+    to_positions: Positions,
+    rotary: Rotary,
+    *,
+    implementation: Implementation = "auto",
+    validate: bool = False,
+) -> None:
+    """Rotate keys in a paged cache in place from their old positions to new ones, in one launch on a GPU.
+
+    Each key is rotated by the difference of its positions and rounded once; if the positions are equal, its bits do not
+    change. A chunk of tokens can thus be moved without recomputing k or its projection.
+
+    Apart from the rotation, a key does not change. If the text or images before a chunk change, only the first layer's
+    keys equal those of a recomputed prompt; in deeper layers, the cached k and v are approximations because they depend
+    on prior tokens.
+
+    Args:
+        k_cache: (blocks, block_size, num_kv_heads, head_dim) or (slots, num_kv_heads, head_dim), with any strides, in
+            float32, bfloat16 or float16. Pass ``cache.transpose(1, 2)`` for a cache in layout "HND".
+        slots: (tokens,) or (batch, seq) int32 or int64 slots, or a shorter vector for the first tokens. Negative slots
+            are skipped; on a device, so are slots that are too large.
+        from_positions: old positions: DevicePositions, a PositionTable or dense ids, as for ``apply_rotary``.
+        to_positions: new positions; their type may differ from that of from_positions.
+        rotary: the rotation by which the cached keys were rotated; its attention factor is not applied again.
+        implementation: "triton", "reference" (plain torch), or "auto" (Triton for CUDA tensors); results are bit-equal.
+        validate: also check ids and slots on a device; this waits for the device.
+
+    Raises:
+        InvalidInputError: arguments do not match; on the host or with ``validate``, also if a slot is too large or
+            repeated.
+        LimitExceededError: the cache has at least 2³¹ slots.
+        UnsupportedError: a tensor requires gradients.
+    """
+    variable = os.environ.get("TRITON_INTERPRET") if implementation == "triton" else None
+    number = _check_keys(form_of(k_cache), rotary, validate, implementation, variable)
+    pages = k_cache.unsqueeze(1) if k_cache.dim() == 3 else k_cache
+    start = ids_on(from_positions, rotary, pages.device, validate, "from_positions", "k_cache")
+    stop = ids_on(to_positions, rotary, pages.device, validate, "to_positions", "k_cache")
+    if start.tokens != stop.tokens:
+        raise InvalidInputError(f"to_positions: got {stop.tokens} tokens, want {start.tokens} as in from_positions")
+    batch, seq = start.shape if len(start.shape) == 2 else (1, start.tokens)
+    row = paged.slots_of(slots, batch, seq, pages, validate, MOVED)
+    check_written({"k_cache": k_cache}, ("k_cache",))
+    rotation = rotation_of(stop, rotary, implementation=number)  # the operator ignores the rotation's attention factor
+    operators.call(operators.rerotate_, pages, row, start.tensor, start.mode, *rotation)
+
+
+MOVED = SlotNames("slots", "from_positions", "k_cache")
+"""Argument names of ``rerotate``."""
+
+
+class QKV(NamedTuple):
+    """Views of a packed qkv tensor.
+
+    Attributes:
+        q: (tokens, num_heads, head_dim) or (batch, seq, num_heads, head_dim).
+        k: like q, with num_kv_heads.
+        v: like q, with num_kv_heads.
+        gate: like q; attention output is multiplied by its sigmoid. None if there is no gate.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None
+
+
+def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, gate: bool = False) -> QKV:
+    """Split the packed output of a projection into q, k, v and an optional gate without a copy.
+
+    ``apply_rotary`` and ``rotate_and_store`` accept these views. With ``inplace=True``, they write the rotated q and k
+    to the packed tensor itself, in one launch as for separate tensors, and leave its other elements unchanged.
+
+    Args:
+        qkv: (tokens, width) or (batch, seq, width), with any strides and width (num_heads + 2·num_kv_heads)·head_dim:
+            all heads of q, then of k, then of v. With a gate, num_heads counts twice.
+        num_heads: number of q heads.
+        num_kv_heads: number of k heads and of v heads.
+        head_dim: channels per head.
+        gate: whether each q head is followed by a gate of head_dim channels, as in Qwen3-Next and Qwen3.5.
+
+    Returns:
+        views of qkv.
+
+    Raises:
+        InvalidInputError: the width does not match the heads.
+    """
+    if not isinstance(qkv, Tensor):
+        raise InvalidInputError(f"qkv: got {type(qkv).__name__}, want a tensor")
+    if qkv.dim() not in (2, 3):
+        raise InvalidInputError(f"qkv: got shape {tuple(qkv.shape)}, want (tokens, width) or (batch, seq, width)")
+    integer("num_heads", num_heads, minimum=1)
+    integer("num_kv_heads", num_kv_heads, minimum=1)
+    integer("head_dim", head_dim, minimum=1)
+    parts = 2 if boolean("gate", gate) else 1
+    sizes = [num_heads * parts * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    if qkv.shape[-1] != sum(sizes):
+        other = sum(sizes) + (-num_heads if gate else num_heads) * head_dim
+        hint = f"; this width matches gate={not gate}" if qkv.shape[-1] == other else ""
+        raise InvalidInputError(
+            f"qkv: got width {qkv.shape[-1]}, want {sum(sizes)} = ({'2·' if gate else ''}{num_heads} num_heads "
+            f"+ 2·{num_kv_heads} num_kv_heads)·{head_dim} head_dim{hint}"
+        )
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in qkv.split(sizes, dim=-1))
+    if not gate:
+        return QKV(q, k, v, None)
+    return QKV(q[..., 0::2, :], k, v, q[..., 1::2, :])
 
 
 def cos_sin(
@@ -250,9 +338,9 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
         )
     _check_heads_turn_alike("angles", rotary)
     ids = _ids_for_tables(rotary, positions, device)
-    frequencies, pair_axis = constants(rotary, ids.tensor.device)
-    fixed = reference.fixed_ids(ids.tensor, ids.mode, ids.tokens)
-    wrapped = reference.angles_of_turns(reference.turns(fixed, pair_axis.to(torch.int64), frequencies))
+    rotation, fixed = rotation_of(ids, rotary), reference.fixed_ids(ids.tensor, ids.mode, ids.tokens)
+    turns = reference.turns(fixed, rotation.pair_axis.to(torch.int64), rotation.frequencies)
+    wrapped = reference.angles_of_turns(turns)
     rows = ids.as_rows(_per_channel(wrapped, rotary))
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
 
@@ -279,113 +367,126 @@ def _per_channel(x: Tensor, rotary: Rotary) -> Tensor:
     return x.repeat_interleave(2, dim=-1) if rotary.pairing == "adjacent" else torch.cat((x, x), dim=-1)
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    positions: Positions,
-    rotary: Rotary,
-    cos_sin: Tensor | None,
-    conjugate: bool,
-    implementation: Implementation,
-    validate: bool,
-) -> RotationArguments:
-    """Check positions and rotary against (batch, seq, heads, head_dim) q and k, and return them for the operators."""
-    boolean("validate", validate)
-    if q.shape[3] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
-        raise InvalidInputError(f"q: got head_dim {q.shape[3]}, want {rotary.head_dim} as in rotary")
-    check_heads("q", q, rotary, shared=True)
-    if k.shape[2]:
-        check_heads("k", k, rotary)
-    ids = ids_on(positions, rotary, q.device, validate, like="q")
-    batch, seq, heads, _ = q.shape
-    if ids.tokens != batch * seq:
-        hint = "; heads and seq may be swapped: see layout" if ids.tokens == batch * heads else ""
-        raise InvalidInputError(f"positions: got {ids.tokens} tokens, want {batch * seq} as in q{hint}")
-    row_length = ids.shape[1] if len(ids.shape) == 2 else 0
-    known = row_length or ids.mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
+def _prepared(
+    tensors: Sequence[Tensor | None], positions: Positions, rotary: Rotary, norm: Norm | None, cos_sin: Tensor | None,
+    layout: Layout | None, inplace: bool, conjugate: bool, implementation: Implementation, validate: bool,
+) -> tuple[list[Tensor], Norm, RotationArguments, bool]:  # fmt: skip
+    """Check all arguments, and return them for the operators, and whether autograd must see the call.
+
+    ``tensors`` are q and k, and v if it is stored; they are returned as (batch, seq, heads, head_dim), a missing k with
+    0 heads.
+    """
+    norm = NO_NORM if norm is None else norm
+    q_weight, k_weight, *numbers = norm if isinstance(norm, Norm) else (None, None, norm)
+    forms = tuple([form_of(x) for x in tensors])
+    variable = os.environ.get("TRITON_INTERPRET") if implementation == "triton" else None
+    options = layout, inplace, conjugate, validate, implementation, variable
+    number, graded, *numbers = _check(forms, form_of(q_weight), form_of(k_weight), rotary, *options, *numbers)
+    views: list[Tensor] = []
+    for x in tensors:
+        if x is None:
+            views.append(views[0].new_empty((*views[0].shape[:2], 0, views[0].shape[3])))
+            continue
+        x = x.resolve_neg() if not torch.compiler.is_compiling() and x.is_neg() else x  # resolve signs in memory
+        views.append(x.unsqueeze(0) if x.dim() == 3 else x.transpose(1, 2) if layout == "bhsd" else x)
+    ids = ids_on(positions, rotary, views[0].device, validate, like="q")
+    _check_tokens(views[0].shape, ids.tokens, ids.shape, ids.mode)
+    rotation = rotation_of(ids, rotary, bool(conjugate), number)
+    if cos_sin is not None:  # it already contains the attention factor
+        cache = cache_of(cos_sin, rotary, positions, ids, validate)
+        rotation = rotation._replace(frequencies=cache, attention_factor=1.0)
+    q_weight, k_weight = (None if weight is None else weight.contiguous() for weight in (q_weight, k_weight))
+    return views, Norm(q_weight, k_weight, *numbers), rotation, graded
+
+
+@checked_once
+def _check(
+    tensors: Sequence[Form | type], q_weight: Form | type, k_weight: Form | type, rotary: Rotary,
+    layout: Layout | None, inplace: bool, conjugate: bool, validate: bool, implementation: Implementation,
+    _variable: str | None, *norm: Any,
+) -> tuple[int, bool, float, float, bool]:  # fmt: skip
+    """Check all that does not depend on positions, values and addresses.
+
+    ``tensors`` are q and k, and v if it is stored; ``_variable`` is what ``number_of`` reads from the environment;
+    ``norm`` are the numbers of a norm, or one object that is not a norm. Return the implementation's number, whether
+    autograd must see the call, and the numbers of the norm.
+    """
+    q, k, *values = tensors
+    for name, value in (("inplace", inplace), ("conjugate", conjugate), ("validate", validate)):
+        boolean(name, value)
+    if layout is not None:
+        one_of("layout", layout, ("thd", "bshd", "bhsd"))
+    if values and k is NoneType:
+        raise InvalidInputError("k: got None, want a tensor; use apply_rotary to rotate q alone")
+    for name, form in (("q", q), ("k", k))[: 1 if k is NoneType else 2]:
+        shape = check_floats(name, form).shape
+        if len(shape) not in ((3, 4) if layout is None else (3,) if layout == "thd" else (4,)):
+            raise InvalidInputError(f"{name}: got shape {tuple(shape)}, want {_SHAPES[layout]}")
+    assert isinstance(q, Form)
+    if len(norm) != 3:
+        instance("norm", norm[0], Norm, "mmpos.rotary.Norm")
+    heads = 1 if layout == "bhsd" else len(q.shape) - 2
+    if isinstance(k, Form):
+        _check_alike("k", k, "q", q, heads, layout)
+    if isinstance(k, Form) and values:
+        _check_alike("v", values[0], "k", k, len(k.shape) - 1, layout)
+    numbers = check_norm(q, k, q_weight, k_weight, *norm)
+    if q.shape[-1] != instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary").head_dim:
+        raise InvalidInputError(f"q: got head_dim {q.shape[-1]}, want {rotary.head_dim} as in rotary")
+    check_heads("q", q.shape[heads], rotary, shared=True)
+    if isinstance(k, Form) and k.shape[heads]:
+        check_heads("k", k.shape[heads], rotary)
+    forms = {"norm.q_weight": q_weight, "norm.k_weight": k_weight, "q": q, "k": k}
+    if values:
+        check_inference(forms | {"v": values[0]})
+    graded = [name for name, form in forms.items() if isinstance(form, Form) and form.graded]
+    if inplace and graded:
+        raise UnsupportedError(f"inplace: got {graded[0]} that requires gradients, want inplace=False")
+    return number_of(implementation, q.device), bool(graded), *numbers
+
+
+def _check_alike(name: str, x: Form | type, other: str, like: Form, free: int, layout: Layout | None) -> None:
+    """Check that a tensor fits another one, except for one dimension."""
+    dims = len(like.shape)
+    if not isinstance(x, Form):
+        raise InvalidInputError(f"{name}: got {x.__name__}, want a tensor of {like.dtype} as for {other}")
+    if (x.dtype, x.device, len(x.shape)) != (like.dtype, like.device, dims):
+        raise InvalidInputError(
+            f"{name}: got {x.dtype} on {x.device} with {len(x.shape)} dimensions, "
+            f"want {like.dtype} on {like.device} with {dims} as for {other}"
+        )
+    if any(x.shape[i] != like.shape[i] for i in range(dims) if i != free):
+        but = "head_dim" if free == dims - 1 else "the heads"
+        heads_first = (free, dims, layout) == (2, 4, None) and x.shape[2:] == like.shape[2:]
+        hint = '; if heads come before seq, pass layout="bhsd"' if heads_first else ""
+        got, want = tuple(x.shape), tuple(like.shape)
+        raise InvalidInputError(f"{name}: got shape {got}, want {want} as for {other}, except for {but}{hint}")
+
+
+@checked_once
+def _check_tokens(q: Sequence[int], tokens: int, shape: Sequence[int], mode: int) -> None:
+    """Check the number and the shape of tokens against (batch, seq, heads, head_dim) q."""
+    batch, seq, heads, _ = q
+    if tokens != batch * seq:
+        hint = "; heads and seq may be swapped: see layout" if tokens == batch * heads else ""
+        raise InvalidInputError(f"positions: got {tokens} tokens, want {batch * seq} as in q{hint}")
+    row_length = shape[1] if len(shape) == 2 else 0
+    known = row_length or mode in (reference.TABLE_INTEGER, reference.TABLE_FRACTIONAL)
     if batch > 1 and known and row_length != seq:
         raise InvalidInputError(
             f"positions: got documents of {row_length or 'unequal'} tokens, want {seq}, the seq of q; "
             "pad the table, or use layout thd"
         )
-    rotation = rotation_of(ids, rotary, conjugate, number_of(implementation, q.device))
-    if cos_sin is None:
-        return rotation
-    # The cache already contains the attention factor.
-    return rotation._replace(frequencies=cache_of(cos_sin, rotary, positions, ids, validate), attention_factor=1.0)
 
 
-def _views(q: Tensor, k: Tensor | None, layout: Layout | None, *, stored: bool = False) -> tuple[Tensor, Tensor]:
-    """Check q and k and view them as (batch, seq, heads, head_dim); a missing k gets 0 heads and cannot be stored."""
-    if stored and k is None:
-        raise InvalidInputError("k: got None, want a tensor; use apply_rotary to rotate q alone")
-    if layout is not None:
-        one_of("layout", layout, ("thd", "bshd", "bhsd"))
-    for name, x in (("q", q), ("k", k)):
-        if x is None and name == "k":
-            continue
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInputError(f"{name}: got {got}, want a tensor of float32, bfloat16 or float16")
-        want = 3 if layout == "thd" else 4
-        if (x.dim() != want) if layout is not None else (x.dim() not in (3, 4)):
-            raise InvalidInputError(f"{name}: got shape {tuple(x.shape)}, want {_SHAPES[layout]}")
-        check_no_tangent(name, x)
-    q4 = _as_bshd(shown(q), layout)
-    if k is None:
-        return q4, q4.new_empty((*q4.shape[:2], 0, q4.shape[3]))
-    if k.dtype != q.dtype or k.device != q.device or k.dim() != q.dim():
-        raise InvalidInputError(
-            f"k: got {k.dtype} on {k.device} with {k.dim()} dimensions, "
-            f"want {q.dtype} on {q.device} with {q.dim()} as for q"
-        )
-    k4 = _as_bshd(shown(k), layout)
-    if k4.shape[:2] != q4.shape[:2] or k4.shape[3] != q4.shape[3]:
-        heads_first = layout is None and k.dim() == 4 and k.shape[2:] == q.shape[2:]
-        hint = '; if heads come before seq, pass layout="bhsd"' if heads_first else ""
-        raise InvalidInputError(
-            f"k: got shape {tuple(k.shape)}, want {tuple(q.shape)} as for q, except for the heads{hint}"
-        )
-    return q4, k4
-
-
-def _as_bshd(x: Tensor, layout: Layout | None) -> Tensor:
-    """View as (batch, seq, heads, head_dim)."""
-    if x.dim() == 3:
-        return x.unsqueeze(0)
-    return x.transpose(1, 2) if layout == "bhsd" else x
-
-
-def _as_layout(x: Tensor, layout: Layout | None, dimensions: int) -> Tensor:
-    """View (batch, seq, heads, head_dim) in a layout of three or four dimensions."""
-    if dimensions == 3:
-        return x.squeeze(0)
-    return x.transpose(1, 2) if layout == "bhsd" else x
-
-
-def _values(v: Tensor, k: Tensor, k4: Tensor, layout: Layout | None) -> Tensor:
-    """Check v and view it as (batch, seq, heads, head_dim)."""
-    if not isinstance(v, Tensor):
-        raise InvalidInputError(f"v: got {type(v).__name__}, want a tensor of {k.dtype} as for k")
-    if v.dtype != k.dtype or v.device != k.device or v.dim() != k.dim():
-        raise InvalidInputError(
-            f"v: got {v.dtype} on {v.device} with {v.dim()} dimensions, "
-            f"want {k.dtype} on {k.device} with {k.dim()} as for k"
-        )
-    v4 = _as_bshd(shown(v), layout)
-    if v4.shape[:3] != k4.shape[:3]:
-        raise InvalidInputError(f"v: got shape {tuple(v.shape)}, want {tuple(k.shape)} as for k, except for head_dim")
-    return v4
-
-
-def _stored(cache: Cache, k: Tensor, v: Tensor, return_k: bool, validate: bool) -> Stored:
-    """Check a cache and its slots against (batch, seq, heads, head_dim) k and v."""
-    instance("cache", cache, Cache, "mmpos.rotary.Cache")
-    keys, values = paged.pages_of(cache, "k", k), paged.pages_of(cache, "v", v)
-    if keys.shape[:2] != values.shape[:2]:
-        raise InvalidInputError(
-            f"value_cache: got {values.shape[0]} blocks of {values.shape[1]} slots, "
-            f"want {keys.shape[0]} of {keys.shape[1]} as for key_cache"
-        )
-    slots = paged.slots_of(cache.slot_mapping, k.shape[0], k.shape[1], keys, validate)
-    return Stored(v, keys, values, slots, return_k)
+@checked_once
+def _check_keys(
+    form: Form | type, rotary: Rotary, validate: bool, implementation: Implementation, _variable: str | None
+) -> int:
+    """Check the arguments of ``rerotate`` apart from slots and positions; return the implementation's number."""
+    boolean("validate", validate)
+    instance("rotary", rotary, Rotary, "mmpos.rotary.Rotary")
+    form = check_floats("k_cache", form)
+    paged.check_pages("k_cache", form, "NHD", "heads", rotary.head_dim)
+    check_heads("k_cache", form.shape[-2], rotary)
+    return number_of(implementation, form.device)

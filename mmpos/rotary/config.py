@@ -135,6 +135,9 @@ class Rotary:
         one_ladder = len(set(self._kinds)) == 1 and self.kv_heads is None
         self._set("shares_ladder", one_ladder and self._layout.rung == tuple(range(self.num_pairs)))
 
+    def __hash__(self) -> int:
+        return hash(self.text)  # a string keeps its hash
+
     @classmethod
     def from_hf_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Rotary:
         """Read the rotation from a Transformers config; see ``hf_arguments`` for fields and unsupported model types.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import threading
@@ -18,10 +17,11 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # documented, though not in __all__
 
 from mmpos.positions.table import PositionTable
+from mmpos.positions.table_rows import AXES
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.device import DevicePositions, frequencies_of, row_length_of
-from mmpos.rotary.memory import has_tangent, is_unseen, mark_written
+from mmpos.rotary.memory import is_plain, mark_written
 from mmpos.rotary.reference import Norm, RotationArguments
 from mmpos.support import native
 
@@ -50,82 +50,73 @@ def rotated_at_once(
     if not isinstance(q, Tensor) or not q.is_cpu or native.core is None:
         return None
     tensors = (q,) if k is None else (q, k)
-    if type(rotary) is not Rotary or not (type(inplace) is type(conjugate) is bool) or not is_unseen(*tensors):
+    if not is_plain(*tensors, allocated=False):
         return None
-    if has_tangent(q) or (k is not None and has_tangent(k)):
-        return None
-    dimensions, constants = q.dim(), _constants_of(rotary.text)
-    if (layout, dimensions) not in FORMS or constants is None:
-        return None
-    q_out, k_out = (q, k) if inplace else (torch.empty_like(q), None if k is None else torch.empty_like(k))
     try:
-        source = _source_at_once(positions, constants, q if dimensions == 4 else None)
+        constants, flags = _constants_and_flags(rotary, layout, q.dim(), inplace, conjugate)
+        source = _source_at_once(positions, constants, q)
+        if source is None:
+            return None
+        q_out, k_out = (q, k) if inplace else (torch.empty_like(q), None if k is None else torch.empty_like(k))
         capsules: tuple[Any, ...] = to_dlpack(q), None if inplace else to_dlpack(q_out)
         if k is not None and k_out is not None:
             capsules = *capsules, to_dlpack(k), None if inplace else to_dlpack(k_out)
-    except (BufferError, RuntimeError):  # the tensors have no allocated storage, as under vmap and other transforms
+    except (BufferError, RuntimeError, TypeError):  # no storage, as under vmap and other transforms; an unknown option
         return None
-    flags = CHECKED
-    if rotary.pairing == "adjacent":
-        flags |= ADJACENT
-    if conjugate:
-        flags |= CONJUGATE
-    if layout == "bhsd":
-        flags |= HEADS_FIRST
-    if inplace:
-        flags |= APART
     size = q.nbytes if k is None else q.nbytes + k.nbytes
-    if source is None or not _rotate(capsules, source, None, flags, size):
+    if not _rotate(capsules, source, None, flags, size):
         return None
     if inplace:
         mark_written(*tensors)
     return q_out, k_out
 
 
-def _source_at_once(positions: object, constants: bytes, batched: Tensor | None) -> Source | None:
-    """Return the extension's source argument if the extension can check the positions itself, else None.
+@lru_cache(maxsize=1 << 10, typed=True)
+def _constants_and_flags(
+    rotary: Rotary, layout: str | None, dimensions: int, inplace: bool, conjugate: bool
+) -> tuple[bytes | None, int]:
+    """Return what the extension needs for all calls with these options; no constants if it cannot take them."""
+    flags = CHECKED | CONJUGATE * conjugate | HEADS_FIRST * (layout == "bhsd") | APART * inplace
+    known = type(rotary) is Rotary and rotary.precision == "exact" and not rotary.own_heads
+    if not known or (layout, dimensions) not in FORMS or not (type(inplace) is type(conjugate) is bool):
+        return None, flags
+    constants = *frequencies_of(rotary), rotary.axes, reference.DENSE_INTEGER, rotary.head_dim, rotary.attention_factor
+    return _packed(*constants), flags | ADJACENT * (rotary.pairing == "adjacent")
 
-    Args:
-        positions: positions as the caller passed them.
-        constants: the rotary's packed constants.
-        batched: a tensor whose first dimension is the batch, which requires documents of equal length; None for thd.
-    """
+
+def _source_at_once(positions: object, constants: bytes | None, q: Tensor) -> Source | None:
+    """Return the extension's source argument if the extension can check the positions itself, else None."""
+    if constants is None:
+        return None
     if type(positions) is Tensor:
-        ids, tokens, row, mode = to_dlpack(positions), 0, 0, reference.DENSE_INTEGER
-    elif isinstance(positions, PositionTable):
-        ids, tokens, mode = positions.table, positions.num_tokens, int(positions.fractional)
-        row = 0 if batched is None or batched.shape[0] == 1 else row_length_of(positions) or NO_ROW
+        return to_dlpack(positions), reference.DENSE_INTEGER, 0, 0, constants
+    if isinstance(positions, PositionTable):
+        one_row = q.dim() == 3 or q.shape[0] == 1
+        ids, row = positions.table, 0 if one_row else row_length_of(positions) or NO_ROW
     elif isinstance(positions, DevicePositions):
-        ids, tokens, mode = to_dlpack(positions.table), positions.num_tokens, int(positions.fractional)
-        row = positions.row_length or NO_ROW
+        ids, row = to_dlpack(positions.table), positions.row_length or NO_ROW
     else:
         return None
-    return ids, mode, tokens, row, constants
+    return ids, int(positions.fractional), positions.num_tokens, row, constants
 
 
 NO_ROW = -1
 """Row length for documents of different lengths: it matches no batch."""
 
 
+# Constants are few and their tensors, which hash by identity, are never freed; see ``device.constants``.
 @lru_cache(maxsize=1 << 10)
-def _constants_of(text: str) -> bytes | None:
-    """Pack a rotary's constants for the extension; return None for precision "hf" and per-head rotations."""
-    rotary = Rotary.from_dict(json.loads(text))
-    if rotary.precision == "hf" or rotary.own_heads:
-        return None
-    return _packed(*frequencies_of(rotary), rotary.axes, rotary.head_dim, rotary.attention_factor)
-
-
-def _packed(frequencies: Tensor, pair_axis: Tensor, axes: int, head_dim: int, factor: float) -> bytes:
+def _packed(frequencies: Tensor, pair_axis: Tensor, rows: int, mode: int, head_dim: int, factor: float) -> bytes:
     """Pack a rotation's constants for the extension; see Constants in csrc/phases.h."""
+    axes = rows if mode >= reference.DENSE_INTEGER else (rows - AXES) // 4
     groups, pairs = pair_axis.numel() // pair_axis.shape[-1], pair_axis.shape[-1]
     numbers = struct.pack("=4q10f", pairs, groups, axes, head_dim, *reference.SIN, *reference.COS, factor, 0.0)
     words = frequencies.expand(groups, *frequencies.shape[-2:])
     return numbers + words.numpy().tobytes() + pair_axis.numpy().tobytes()
 
 
-def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm) -> bool:
-    """Normalise and rotate (batch, seq, heads, head_dim) q and k into q_out and k_out, which may be q and k.
+def rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm) -> bool:
+    """Do what ``reference.rotate_all`` does.
 
     Returns:
         whether the extension supports the tensors; if not, nothing is written.
@@ -134,17 +125,19 @@ def rotated(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Rotati
         return False
     if q.shape[3] > 1 and not q.stride(3) == k.stride(3) == q_out.stride(3) == k_out.stride(3) == 1:
         q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))  # C requires contiguous channels
-        done = rotated(q, k, q, k, rotation, norm)
+        done = rotate(q, k, q, k, rotation, norm)
         if done:
             q_out.copy_(q)
             k_out.copy_(k)
         return done
     tokens = q.shape[0] * q.shape[1]
-    with_heads = [row for row in zip((q, k), (q_out, k_out), norm.weights(), strict=True) if row[0].shape[2]]
-    if not with_heads:
+    plain = norm.q_weight is None and norm.k_weight is None
+    rows = zip((q, k), (q_out, k_out), (None, None) if plain else norm.factors(), strict=True)
+    with_heads = [row for row in rows if row[0].shape[2]]
+    if not with_heads or not tokens:
         return True
     tensors, outs, weights = zip(*with_heads, strict=True)
-    scaling = None if norm.is_none else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
+    scaling = None if plain else (norm.eps, *(w if w is None else w.detach().numpy() for w in weights))
     flags = ADJACENT * rotation.adjacent | CONJUGATE * rotation.conjugate | NORM_AFTER * norm.after
     capsules = tuple([to_dlpack(x) for pair in zip(tensors, outs, strict=True) for x in pair])
     return _rotate(capsules, source_of(rotation, tokens, q.shape[3]), scaling, flags, sum(x.nbytes for x in tensors))
@@ -155,8 +148,9 @@ def source_of(rotation: RotationArguments, tokens: int, head_dim: int) -> Source
     if rotation.frequencies.is_floating_point():  # precision "hf", or an engine's cache
         cos, sin = (x.flatten(1).numpy() for x in reference.cos_sin(rotation, tokens))
         return cos, sin, rotation.head_groups or 1
-    constants = rotation.frequencies, rotation.pair_axis, rotation.axes, head_dim, rotation.attention_factor
-    return rotation.positions.numpy(), rotation.mode, tokens, 0, _packed(*constants)
+    ids, mode = rotation.positions.numpy(), rotation.mode
+    constants = rotation.frequencies, rotation.pair_axis, len(ids), mode, head_dim, rotation.attention_factor
+    return ids, mode, tokens, 0, _packed(*constants)
 
 
 def _rotate(capsules: tuple[Any, ...], source: Source, scaling: tuple[Any, ...] | None, flags: int, size: int) -> bool:

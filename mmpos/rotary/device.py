@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from math import gcd
+from math import gcd, prod
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +20,8 @@ from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES, FIRST_TOKEN, OFFSET, padding_column
 from mmpos.rotary import reference
 from mmpos.rotary.config import Rotary
-from mmpos.rotary.memory import check_no_tangent
+from mmpos.rotary.memory import Form, check_floats, checked_once, form_of
+from mmpos.rotary.reference import DENSE_FIXED, DENSE_INTEGER, TABLE_FRACTIONAL, TABLE_INTEGER
 from mmpos.support.checks import INT32_MAX, INT32_MIN, counted, integer, one_of
 from mmpos.support.extras import missing
 
@@ -136,14 +137,12 @@ class PositionIds(NamedTuple):
     Args:
         tensor: a table or (axes, tokens) ids, depending on mode.
         mode: a mode of ``reference``, such as TABLE_INTEGER.
-        axes: number of position axes.
         tokens: number of tokens, including padding.
         shape: (batch, seq), or (tokens,) if documents differ in length.
     """
 
     tensor: Tensor
     mode: int
-    axes: int
     tokens: int
     shape: tuple[int, ...]
 
@@ -168,26 +167,53 @@ def ids_on(
     if isinstance(positions, PositionTable):
         positions = DevicePositions.from_table(positions, device)
     if isinstance(positions, DevicePositions):
-        mode = reference.TABLE_FRACTIONAL if positions.fractional else reference.TABLE_INTEGER
-        tokens, seq = positions.num_tokens, positions.row_length
-        shape = (tokens // seq, seq) if seq else (tokens,)
-        ids = PositionIds(positions.table, mode, positions.axes, tokens, shape)
-    elif isinstance(positions, Tensor):
-        ids = _dense_ids(positions, validate, name)
+        tensor, counts = positions.table, (positions.num_tokens, positions.row_length, positions.fractional)
+        return PositionIds(tensor, *_check_ids(form_of(tensor), counts, rotary.axes, device, name, like))
+    mode, tokens, shape = _check_ids(form_of(positions), None, rotary.axes, device, name, like)
+    ids = positions.flatten(1).contiguous()  # the kernel assumes a stride of 1 between tokens
+    on_host = ids.is_cpu and not torch.compiler.is_compiling()
+    if (validate or on_host) and ids.dtype != torch.int32 and ids.numel():
+        low, high = (float(bound) for bound in torch.aminmax(ids.detach()))
+        if not (low >= INT32_MIN and high < INT32_MAX + 1):
+            raise InvalidInputError(f"{name}: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
+    return PositionIds(reference.fixed_from_float(ids) if ids.is_floating_point() else ids, mode, tokens, shape)
+
+
+@checked_once
+def _check_ids(
+    form: Form | type,
+    counts: tuple[int, int, bool] | None,
+    axes: int,
+    device: torch.device,
+    name: str,
+    like: str | None,
+) -> tuple[int, int, tuple[int, ...]]:
+    """Check a table with its number of tokens, row length and kind, or dense ids; return mode, tokens and shape."""
+    if not isinstance(form, Form):
+        want = "DevicePositions, a PositionTable or a tensor of ids"
+        raise InvalidInputError(f"{name}: got {form.__name__}, want {want}")
+    shape = form.shape[1:]
+    if counts is not None:
+        tokens, seq, fractional = counts
+        shape = torch.Size((tokens // seq, seq) if seq else (tokens,))
+        mode = TABLE_FRACTIONAL if fractional else TABLE_INTEGER
+    elif len(form.shape) not in (2, 3) or not form.shape[0]:
+        raise InvalidInputError(f"{name}: got shape {tuple(form.shape)}, want (axes, tokens) or (axes, batch, seq)")
+    elif form.dtype not in (torch.int32, torch.int64, torch.float64):
+        raise InvalidInputError(f"{name}: got dtype {form.dtype}, want int32, int64 or float64 ids")
     else:
-        raise InvalidInputError(
-            f"{name}: got {type(positions).__name__}, want DevicePositions, a PositionTable or a tensor of ids"
-        )
-    if like is not None and ids.tensor.device != device:
-        raise InvalidInputError(f"{name}: got a tensor on {ids.tensor.device}, want {device} as for {like}")
-    if ids.axes != rotary.axes:
-        raise InvalidInputError(f"{name}: got {counted(ids.axes, 'axis')}, want {rotary.axes} as in rotary")
-    return ids
+        mode = DENSE_FIXED if form.dtype == torch.float64 else DENSE_INTEGER
+    if like is not None and form.device != device:
+        raise InvalidInputError(f"{name}: got a tensor on {form.device}, want {device} as for {like}")
+    rows = form.shape[0] if counts is None else (form.shape[0] - AXES) // 4
+    if rows != axes:
+        raise InvalidInputError(f"{name}: got {counted(rows, 'axis')}, want {axes} as in rotary")
+    return mode, prod(shape), tuple(shape)
 
 
-def check_heads(name: str, x: Tensor, rotary: Rotary, *, shared: bool = False) -> None:
-    """Check the number of heads of (…, heads, head_dim) x; ``shared`` allows several q heads per kv head."""
-    heads, want = x.shape[-2], rotary.own_heads
+def check_heads(name: str, heads: int, rotary: Rotary, *, shared: bool = False) -> None:
+    """Check a number of heads; ``shared`` allows several q heads per kv head."""
+    want = rotary.own_heads
     if want and heads != want and (not shared or heads % want):
         words = f"a multiple of {want}" if shared else str(want)
         raise InvalidInputError(f"{name}: got {counted(heads, 'head')}, want {words} as {rotary.varies_by} in rotary")
@@ -234,30 +260,32 @@ def _constants(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
         return frequencies.to(device), pair_axis.to(device)
 
 
-def _constants_in_graphs(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def _constant_in_graphs(function: Any) -> Any:
+    """Mark a function like ``torch.compiler.assume_constant_result``, which imports the compiler for seconds."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant_in_graphs
+def _constants_of(text: str, device: torch.device) -> tuple[Tensor, Tensor]:
     return _constants(text, device)
-
-
-_constants_of: Any = _constants_in_graphs
-# torch.compiler.assume_constant_result also sets this attribute, but imports the compiler, which takes seconds.
-_constants_of._dynamo_marked_constant = True
-
-
-def constants(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the cached frequencies and pair axes on a device; a compiled graph treats them as constants."""
-    if torch.compiler.is_compiling():
-        return _constants_of(rotary.text, device)
-    # Tensors created under FakeTensorMode have no data and must not be cached for later calls.
-    faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    return (_constants.__wrapped__ if faked else _constants)(rotary.text, device)
 
 
 def rotation_of(
     ids: PositionIds, rotary: Rotary, conjugate: bool = False, implementation: int = reference.REFERENCE
 ) -> reference.RotationArguments:
-    """Return a rotation by these ids in the form that the operators expect."""
-    tensors, adjacent = (ids.tensor, *constants(rotary, ids.tensor.device)), rotary.pairing == "adjacent"
-    return reference.RotationArguments(*tensors, ids.mode, adjacent, rotary.attention_factor, conjugate, implementation)
+    """Return a rotation by these ids in the form that the operators expect; its constants are those of a graph."""
+    device = ids.tensor.device
+    if torch.compiler.is_compiling():
+        frequencies, pair_axis = _constants_of(rotary.text, device)
+    else:
+        # Tensors created under FakeTensorMode have no data and must not be cached for later calls.
+        faked = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        frequencies, pair_axis = (_constants.__wrapped__ if faked else _constants)(rotary.text, device)
+    factor, adjacent = rotary.attention_factor, rotary.pairing == "adjacent"
+    return reference.RotationArguments(
+        ids.tensor, frequencies, pair_axis, ids.mode, adjacent, factor, conjugate, implementation
+    )
 
 
 def _torch_power(base: float, exponents: Any) -> Any:
@@ -266,9 +294,7 @@ def _torch_power(base: float, exponents: Any) -> Any:
 
 def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: PositionIds, validate: bool) -> Tensor:
     """Check that an engine's cache of cos and sin matches a rotary and ids, and return it without a copy."""
-    if not isinstance(cos_sin, Tensor) or cos_sin.dtype not in reference.FLOATS:
-        got = cos_sin.dtype if isinstance(cos_sin, Tensor) else type(cos_sin).__name__
-        raise InvalidInputError(f"cos_sin: got {got}, want a tensor of float32, bfloat16 or float16")
+    form = check_floats("cos_sin", form_of(cos_sin))
     if cos_sin.dim() != 2 or cos_sin.shape[1] != rotary.rotary_dim or not cos_sin.shape[0]:
         want = f"(max_position, {rotary.rotary_dim}), cos of all pairs of rotary, then sin"
         raise InvalidInputError(f"cos_sin: got shape {tuple(cos_sin.shape)}, want {want}")
@@ -281,11 +307,10 @@ def cache_of(cos_sin: Tensor, rotary: Rotary, positions: Positions, ids: Positio
             f"cos_sin requires a rotary whose pair j has the j-th frequency, got allocation {rotary.allocation!r}, "
             "whose axes have their own frequencies"
         )
-    if ids.mode in (reference.TABLE_FRACTIONAL, reference.DENSE_FIXED):
+    if ids.mode in (TABLE_FRACTIONAL, DENSE_FIXED):
         raise InvalidInputError("positions: got fractional ids, want integers, the only ids with rows in cos_sin")
-    if torch.is_grad_enabled() and cos_sin.requires_grad:
+    if form.graded:
         raise UnsupportedError("cos_sin: got a tensor that requires gradients, want one that does not")
-    check_no_tangent("cos_sin", cos_sin)
     on_host = isinstance(positions, PositionTable) or ids.tensor.device.type == "cpu"
     if ids.tokens and (validate or on_host) and not torch.compiler.is_compiling():
         _check_rows(cos_sin.shape[0], positions)
@@ -299,25 +324,6 @@ def _check_rows(rows: int, positions: Positions) -> None:
         raise InvalidInputError(f"positions: got id {low}, want >= 0, because the rows of cos_sin begin at id 0")
     if high >= rows:
         raise InvalidInputError(f"cos_sin: got {rows} rows, want > {high}, the largest id")
-
-
-def _dense_ids(ids: Tensor, validate: bool, name: str) -> PositionIds:
-    if ids.dim() not in (2, 3) or not ids.shape[0]:
-        raise InvalidInputError(f"{name}: got shape {tuple(ids.shape)}, want (axes, tokens) or (axes, batch, seq)")
-    flat = ids.flatten(1).contiguous()  # the kernel assumes a stride of 1 between tokens
-    if ids.dtype in (torch.int32, torch.int64):
-        mode = reference.DENSE_INTEGER
-    elif ids.dtype == torch.float64:
-        mode = reference.DENSE_FIXED
-    else:
-        raise InvalidInputError(f"{name}: got dtype {ids.dtype}, want int32, int64 or float64 ids")
-    on_host = flat.device.type == "cpu" and not torch.compiler.is_compiling()
-    if (validate or on_host) and ids.dtype != torch.int32 and flat.numel():
-        low, high = (float(bound) for bound in torch.aminmax(flat.detach()))
-        if not (low >= INT32_MIN and high < INT32_MAX + 1):
-            raise InvalidInputError(f"{name}: got ids from {low:.0f} to {high:.0f}, want finite ids within int32")
-    flat = reference.fixed_from_float(flat) if mode == reference.DENSE_FIXED else flat
-    return PositionIds(flat, mode, flat.shape[0], flat.shape[1], tuple(ids.shape[1:]))
 
 
 Implementation = Literal["auto", "reference", "triton"]
@@ -341,9 +347,6 @@ def _triton_is_installed() -> bool:
     return find_spec("triton") is not None
 
 
-def _triton_is_installed_in_graphs() -> bool:
+@_constant_in_graphs  # a graph cannot trace find_spec either
+def _has_triton() -> bool:
     return _triton_is_installed()
-
-
-_has_triton: Any = _triton_is_installed_in_graphs
-_has_triton._dynamo_marked_constant = True  # a graph cannot trace find_spec either

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,74 +18,117 @@ _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambd
 """Number of active dispatch modes, which no public function returns; 1 if torch lacks the private function."""
 
 
-def is_plain(*tensors: Tensor) -> bool:
+def is_plain(*tensors: Tensor, allocated: bool = True) -> bool:
     """Return whether a call may bypass torch's dispatcher, which takes longer than a small rotation.
 
-    This requires that no graph is traced, no dispatch mode is active, no tensor needs a gradient, and every tensor has
-    allocated storage.
+    This requires that no graph is traced, no dispatch or forward mode is active, no tensor needs a gradient, and every
+    tensor has allocated storage, which is not checked without ``allocated``.
     """
-    if not is_unseen(*tensors):
-        return False
-    try:
-        return all(x.data_ptr() or not x.numel() for x in tensors)
-    except RuntimeError:  # tensors under vmap and other transforms have no address
-        return False
-
-
-def is_unseen(*tensors: Tensor) -> bool:
-    """Return whether all conditions of ``is_plain`` hold, except that tensors need not have allocated storage."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call, attr-defined]
-    if traced or _modes():
+    if traced or _modes() or getattr(forward_ad, "_current_level", 0) >= 0:
         return False
     grad = torch.is_grad_enabled()
-    for x in tensors:  # noqa: SIM110  # all(…) is slower
-        if type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
-            return False
+    try:
+        for x in tensors:
+            if type(x) not in _TYPES or (grad and x.requires_grad) or x.is_neg():
+                return False
+            if allocated and not x.data_ptr() and x.numel():
+                return False
+    except RuntimeError:  # tensors under vmap and other transforms have no address
+        return False
     return True
 
 
 _TYPES = (Tensor, Parameter)
 
 
-def shown(x: Tensor) -> Tensor:
-    """Return x with its actual values in memory: a negative view stores them with the opposite sign."""
-    return x.resolve_neg() if not torch.compiler.is_compiling() and x.is_neg() else x
-
-
 def has_tangent(x: Tensor) -> bool:
     """Return whether x has a forward-mode gradient, which the operators do not support."""
-    active = getattr(forward_ad, "_current_level", 0) >= 0  # without a level, no tensor has a forward-mode gradient
-    return active and forward_ad.unpack_dual(x).tangent is not None
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
-def check_no_tangent(name: str, x: Tensor) -> None:
-    """Raise if x has a forward-mode gradient."""
-    if not torch.compiler.is_compiling() and has_tangent(x):
+class Form(NamedTuple):
+    """All that the checks of a tensor depend on, except its values and its address.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+        stride: its strides.
+        device: its device.
+        graded: whether the call must have a gradient for it.
+        tangent: whether it has a forward-mode gradient.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+    graded: bool
+    tangent: bool
+
+
+def form_of(x: object) -> Form | type:
+    """Return the form of a tensor, or the type of any other object."""
+    if not isinstance(x, Tensor):
+        return type(x)
+    graded = x.requires_grad and torch.is_grad_enabled()
+    # Without a level, no tensor has a forward-mode gradient, and unpacking takes longer than the other fields.
+    level = not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", 0) >= 0
+    return Form(x.dtype, x.shape, x.stride(), x.device, graded, level and has_tangent(x))
+
+
+def got(form: Form | type) -> object:
+    """Return the dtype of a tensor or the type of another object, as error messages show it."""
+    return form.dtype if isinstance(form, Form) else form.__name__
+
+
+_cached = lru_cache(maxsize=1 << 12, typed=True)
+"""Cache for functions of forms and distances, which take longer than a kernel launch."""
+
+
+def checked_once(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what a check returns, by all its arguments: calls that are alike are checked once, unless traced."""
+    known = _cached(check)
+
+    def checked(*arguments: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            with suppress(TypeError):  # an argument has no hash
+                return known(*arguments)
+        return check(*arguments)
+
+    return checked
+
+
+def check_floats(name: str, form: Form | type) -> Form:
+    """Return the form of a tensor that can be rotated or be a weight."""
+    if not isinstance(form, Form) or form.dtype not in FLOATS:
+        raise InvalidInputError(f"{name}: got {got(form)}, want a tensor of float32, bfloat16 or float16")
+    check_no_tangent(name, form)
+    return form
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of tensors that can be rotated, and of weights."""
+
+
+def check_no_tangent(name: str, form: Form) -> None:
+    """Raise if a tensor has a forward-mode gradient."""
+    if form.tangent:
         raise UnsupportedError(f"{name}: got a forward-mode tangent, want reverse-mode gradients")
+
+
+def check_inference(forms: Mapping[str, Form | type]) -> None:
+    """Raise if a tensor requires gradients or has a forward-mode gradient."""
+    for name, form in forms.items():
+        if isinstance(form, Form) and form.graded:
+            raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad()")
+        if isinstance(form, Form):
+            check_no_tangent(name, form)
 
 
 def mark_written(*tensors: Tensor) -> None:
     """Increment the versions of written tensors, so that autograd refuses to use stale saved values."""
     torch.autograd.graph.increment_version(tensors)  # tensors from inference mode have no version and are skipped
-
-
-def check_inference(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise if a tensor requires gradients or has a forward-mode gradient."""
-    grad = torch.is_grad_enabled()
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        if grad and x.requires_grad:
-            raise UnsupportedError(f"{name}: got a tensor that requires gradients, want torch.no_grad()")
-        check_no_tangent(name, x)
-
-
-def check_inplace(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor | None]) -> None:
-    """Raise if tensors or weights require gradients, or if tensors that are rotated in place share memory."""
-    for name, x in {**weights, **tensors}.items():
-        if x is not None and torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedError(f"inplace: got {name} that requires gradients, want inplace=False")
-    check_written(tensors, [*tensors][::-1], want="inplace=False")
 
 
 def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: str | None = None) -> None:
@@ -96,50 +140,41 @@ def check_written(tensors: Mapping[str, Tensor], written: Sequence[str], want: s
         want: what error messages suggest instead; None means separate memory.
     """
     # Without addresses, only the identity of tensors can be checked.
-    memory = {name: _memory_of(x) for name, x in tensors.items()} if _has_address(tensors[written[0]]) else {}
+    known = not torch.compiler.is_compiling() and tensors[written[0]].untyped_storage().device.type != "meta"
+    memory = {
+        name: (x.data_ptr(), *_steps_of(x.stride(), x.shape, x.element_size())) if known else (0, 0, (), True)
+        for name, x in tensors.items()
+    }
     for name in written:
-        if memory and tensors[name].is_neg():
+        x, (begin, reach, steps, separate) = tensors[name], memory[name]
+        if known and x.is_neg():
             raise UnsupportedError(f"{name}: got a negative view, want {want or 'its base tensor'}")
-        if memory and not _nested(memory[name].steps):
+        if not separate:
             raise InvalidInputError(
                 f"{name}: got a tensor whose elements share memory, want {want or 'separate elements'}"
             )
-        for other, y in tensors.items():
-            if other != name and (tensors[name] is y or (memory and not _disjoint(memory[name], memory[other]))):
+        for other, (start, extent, others, _) in memory.items():
+            near = reach and extent and begin < start + extent and start < begin + reach
+            pair = (steps, others) if begin <= start else (others, steps)
+            if other != name and (x is tensors[other] or (near and not _interleaved(*pair, abs(begin - start)))):
                 raise InvalidInputError(f"{name}: got the memory of {other}, want {want or 'separate memory'}")
 
 
 _Steps = tuple[tuple[int, int], ...]
 
-_cached = lru_cache(maxsize=1 << 12)
-"""Cache for functions of shapes, strides and distances, which take longer than a kernel launch."""
-
-
-class _Memory(NamedTuple):
-    """Memory of a tensor: its address, bytes to its end, and strides and sizes of its dimensions."""
-
-    begin: int
-    reach: int
-    steps: _Steps
-
-
-def _has_address(x: Tensor) -> bool:
-    """Return whether a tensor has allocated storage: it must not be traced, on the meta device, or a FakeTensor."""
-    return not torch.compiler.is_compiling() and x.untyped_storage().device.type != "meta"
-
-
-def _memory_of(x: Tensor) -> _Memory:
-    return _Memory(x.data_ptr(), *_steps_of(x.stride(), x.shape, x.element_size()))
-
 
 @_cached
-def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps]:
-    """Return a view's extent in bytes, and the strides (in bytes) and sizes of its dimensions, by descending stride."""
+def _steps_of(strides: tuple[int, ...], sizes: tuple[int, ...], width: int) -> tuple[int, _Steps, bool]:
+    """Return a view's extent in bytes, its strides in bytes with sizes, largest first, and whether no elements overlap.
+
+    Elements are separate if every stride is larger than the extent of the inner dimensions.
+    """
     if 0 in sizes:  # an empty tensor may have any strides
-        return 0, ()
+        return 0, (), True
     by_element = ((stride * width, size) for stride, size in zip(strides, sizes, strict=True))
     steps = tuple(sorted((step for step in (*by_element, (1, width)) if step[1] > 1), reverse=True))
-    return _reach(steps) + 1, steps
+    separate = all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
+    return _reach(steps) + 1, steps, separate
 
 
 def _reach(steps: _Steps) -> int:
@@ -147,20 +182,8 @@ def _reach(steps: _Steps) -> int:
 
 
 @_cached
-def _nested(steps: _Steps) -> bool:
-    """Return whether all elements are separate: every stride is larger than the extent of the inner dimensions."""
-    return all(stride > _reach(steps[i + 1 :]) for i, (stride, _) in enumerate(steps))
-
-
-def _disjoint(x: _Memory, y: _Memory) -> bool:
-    """Return whether two views share no byte: one lies after the other, entirely or within equal outer strides."""
-    low, high = (x, y) if x.begin <= y.begin else (y, x)
-    gap = high.begin - low.begin
-    return gap >= low.reach or not high.reach or _interleaved(low.steps, high.steps, gap)
-
-
-@_cached
 def _interleaved(inner: _Steps, other: _Steps, gap: int) -> bool:
+    """Return whether two views share no byte: the second begins a gap later, within equal outer strides."""
     while _reach(inner) >= gap:
         if not inner or not other or inner[0] != other[0] or inner[0][0] <= gap + _reach(other[1:]):
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ __all__ = [
     "rotate_and_store",
     "rotate_and_store_",
     "rotate_backward",
-    "run",
 ]
 
 _ROTATION = (
@@ -52,38 +51,41 @@ first n tokens.
 
 def _rotate(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    run(q, k, q_out, k_out, *_norm_and_rotation(arguments))
+    rotate_into(q, k, q_out, k_out, *_rotation_and_norm(arguments))
     return q_out, k_out
 
 
 def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
-    run(q, k, q, k, *_norm_and_rotation(arguments))
+    rotate_into(q, k, q, k, *_rotation_and_norm(arguments))
     mark_written(q, k)
 
 
-def _norm_and_rotation(arguments: Sequence[Any]) -> tuple[Norm, RotationArguments]:
+def _rotation_and_norm(arguments: Sequence[Any]) -> tuple[RotationArguments, Norm]:
     count = len(NO_NORM)
-    return Norm(*arguments[:count]), RotationArguments(*arguments[count:])
+    return RotationArguments(*arguments[count:]), Norm(*arguments[:count])
 
 
-def run(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, norm: Norm, rotation: RotationArguments) -> None:
-    """Normalise and rotate q and k into q_out and k_out, which may be q and k, without gradients."""
-    batch, seq = q.shape[:2]
+def rotate_into(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM,
+    stored: Stored | None = None,
+) -> None:  # fmt: skip
+    """Do what ``reference.rotate_all`` does with the kernel, the extension or the reference, and store k and v."""
     if rotation.implementation == TRITON:
         from mmpos.rotary import kernel
 
-        kernel.launch_rotate(q, k, q_out, k_out, rotation, norm)
-    elif batch * seq and not (rotation.implementation == AUTO and cpu.rotated(q, k, q_out, k_out, rotation, norm)):
-        rotation_of_heads = reference.head_rotation_of(rotation, batch, seq)
-        for x, out, weight in zip((q, k), (q_out, k_out), norm.weights(), strict=True):
-            reference.rotate(x, out, rotation_of_heads, rotation.num_pairs, norm, weight)
+        kernel.launch_rotate(q, k, q_out, k_out, rotation, norm, stored)
+        return
+    if rotation.implementation != AUTO or not cpu.rotate(q, k, q_out, k_out, rotation, norm):
+        reference.rotate_all(q, k, q_out, k_out, rotation, norm)
+    if stored is not None:
+        paged.write((stored.key_cache, stored.value_cache), (k_out, stored.v), stored.slots)
 
 
 def _rotate_backward(
     q_grad: Tensor, k_grad: Tensor, q: Tensor, k: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
-    norm, rotation = _norm_and_rotation(arguments)
-    back, (batch, seq) = rotation.reversed(), q.shape[:2]
+    rotation, norm = _rotation_and_norm(arguments)
+    back, (batch, seq) = rotation._replace(conjugate=not rotation.conjugate), q.shape[:2]
     outs = [torch.empty_like(x) if want else None for x, want in zip((q, k), wanted[:2], strict=True)]
     sums: list[Tensor | None] = [q.new_zeros(q.shape[3], dtype=torch.float32) if want else None for want in wanted[2:]]
     if not batch * seq:
@@ -93,46 +95,54 @@ def _rotate_backward(
 
         sums = kernel.launch_backward((q_grad, k_grad), (q, k), outs, wanted[2:], back, norm)
     else:
-        forward = reference.head_rotation_of(rotation, batch, seq) if norm.after else None
-        backward = reference.head_rotation_of(back, batch, seq)
-        for i, (grad, x, out, weight) in enumerate(zip((q_grad, k_grad), (q, k), outs, norm.weights(), strict=True)):
+        forward = partial(_rotated, rotation) if norm.after else None
+        for i, (grad, x, out, weight) in enumerate(zip((q_grad, k_grad), (q, k), outs, norm.factors(), strict=True)):
             if weight is not None:
+                backward = partial(_rotated, back)
                 x_grad, weight_grad = reference.norm_backward(grad, x, weight, norm.eps, forward, backward)
                 sums[i] = weight_grad if wanted[2 + i] else None
                 if out is not None:
                     out.copy_(x_grad)
             elif out is not None:
-                reference.rotate(grad, out, backward, rotation.num_pairs)
+                rotate_into(grad, grad[:, :, :0], out, out[:, :, :0], back)
     weights = (norm.q_weight, norm.k_weight)
     gradients = *outs, *(None if x is None or w is None else x.to(w.dtype) for x, w in zip(sums, weights, strict=True))
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
+def _rotated(rotation: RotationArguments, heads: Tensor) -> Tensor:
+    """Return rotated (batch, seq, heads, head_dim) heads."""
+    out, no_k = heads.new_empty(heads.shape), heads[:, :, :0]
+    rotate_into(heads, no_k, out, no_k, rotation)
+    return out
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, q_weight, k_weight, *ctx.of_norm, positions, frequencies, pair_axis = inputs[:10]
-    ctx.numbers = inputs[10:]
+    q, k, *arguments = inputs
+    ctx.rotation, ctx.norm = _rotation_and_norm(arguments)
     # The gradient of a tensor that is not normalised does not depend on the tensor, so do not save it.
-    kept = (None if weight is None else x for x, weight in ((q, q_weight), (k, k_weight)))
-    ctx.save_for_backward(*kept, q_weight, k_weight, positions, frequencies, pair_axis)
+    weights = ctx.norm[:2]
+    kept = (None if weight is None else x for x, weight in zip((q, k), weights, strict=True))
+    ctx.save_for_backward(*kept, *weights, *ctx.rotation[:3])
+    ctx.rotation, ctx.norm = ctx.rotation[3:], ctx.norm[2:]
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
-    norm = Norm(q_weight, k_weight, *ctx.of_norm)
-    rotation = RotationArguments(*tensors, *ctx.numbers)
+    norm, rotation = Norm(q_weight, k_weight, *ctx.norm), RotationArguments(*tensors, *ctx.rotation)
     wanted = list(ctx.needs_input_grad[:4])
     # A tensor whose gradients are not wanted is passed with 0 heads.
     kept = [x if wanted[i] or wanted[2 + i] else None if x is None else x[:, :, :0] for i, x in enumerate((q, k))]
     grads = tuple(x if wanted[i] or wanted[2 + i] else x[:, :, :0] for i, x in enumerate(grads))
-    if norm.is_none:
-        gradients = *rotate(*grads, *NO_NORM, *rotation.reversed()), None, None
+    if q_weight is None and k_weight is None:
+        gradients = *rotate(*grads, *NO_NORM, *rotation._replace(conjugate=not rotation.conjugate)), None, None
     elif torch.is_grad_enabled():
         gradients = _differentiable_gradients(grads, kept, wanted, norm, rotation)
     else:
         inputs = [grad if x is None else x for grad, x in zip(grads, kept, strict=True)]
         gradients = rotate_backward(*grads, *inputs, wanted, *norm, *rotation)
     needed = (x if want else None for x, want in zip(gradients, wanted, strict=True))
-    return *needed, *(None,) * (len(ctx.of_norm) + len(rotation))
+    return *needed, *(None,) * (len(ctx.norm) + len(rotation))
 
 
 def _differentiable_gradients(
@@ -148,7 +158,7 @@ def _differentiable_gradients(
     outs: Sequence[Tensor] = [x.to(torch.float32) for x in inputs]
     if norm.after:
         outs = rotate(*outs, *NO_NORM, *rotation)
-    outs = [reference.normalised(x, weight, norm.eps) for x, weight in zip(outs, norm.weights(), strict=True)]
+    outs = [reference.normalised(x, weight, norm.eps) for x, weight in zip(outs, norm.factors(), strict=True)]
     if not norm.after:
         outs = rotate(*outs, *NO_NORM, *rotation)
     sources = [x for x, want in zip((*inputs, *weights), wanted, strict=True) if want]
@@ -162,34 +172,23 @@ def _differentiable_gradients(
 
 def _store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     q_out, k_out = _fake_store(q, k, *arguments)
-    _run_store(q, k, q_out, k_out, *_stored_norm_and_rotation(arguments))
+    _store_into(q, k, q_out, k_out, *arguments)
     return q_out, k_out
 
 
 def _store_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
-    stored, norm, rotation = _stored_norm_and_rotation(arguments)
-    k_out = k if stored.return_k else _without_heads(k)
-    _run_store(q, k, q, k_out, stored, norm, rotation)
-    mark_written(q, k_out)
+    stored = _store_into(q, k, q, k, *arguments)
+    mark_written(q, *(k,) * stored.return_k)
 
 
-def _stored_norm_and_rotation(arguments: Sequence[Any]) -> tuple[Stored, Norm, RotationArguments]:
+def _store_into(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, *arguments: Any) -> Stored:
+    """Rotate q, and k if it is returned, into q_out and k_out, and write rotated k and v to a cache."""
     count = len(Stored._fields)
-    return Stored(*arguments[:count]), *_norm_and_rotation(arguments[count:])
-
-
-def _run_store(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, stored: Stored, norm: Norm, rotation: RotationArguments
-) -> None:
-    if rotation.implementation == TRITON:
-        from mmpos.rotary import kernel
-
-        kernel.launch_store(q, k, q_out, k_out, stored, rotation, norm)
-    else:
-        k_rotated = k_out if stored.return_k else torch.empty_like(k)
-        run(q, k, q_out, k_rotated, norm, rotation)
-        paged.write(stored.caches, (k_rotated, stored.v), stored.slots)
-    mark_written(*stored.caches)
+    stored, (rotation, norm) = Stored(*arguments[:count]), _rotation_and_norm(arguments[count:])
+    k_rotated = k_out if stored.return_k or rotation.implementation == TRITON else torch.empty_like(k)
+    rotate_into(q, k, q_out, k_rotated, rotation, norm, stored)
+    mark_written(stored.key_cache, stored.value_cache)
+    return stored
 
 
 def _rerotate_in_place(pages: Tensor, slots: Tensor, from_positions: Tensor, from_mode: int, *arguments: Any) -> None:
@@ -222,16 +221,12 @@ def _fake_backward(
 
 
 def _fake_store(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    stored, _, _ = _stored_norm_and_rotation(arguments)
-    return torch.empty_like(q), torch.empty_like(k) if stored.return_k else _without_heads(k)
+    stored = Stored(*arguments[: len(Stored._fields)])
+    return torch.empty_like(q), (torch.empty_like(k) if stored.return_k else k.new_empty((*k.shape[:2], 0, k.shape[3])))
 
 
 def _fake_in_place(*_: Any) -> None:
     pass
-
-
-def _without_heads(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:2], 0, x.shape[3]))
 
 
 # The operators.
@@ -262,7 +257,7 @@ _FUNCTIONS: dict[OpOverload[..., Any], Callable[..., Any]] = {}
 
 def call(operator: OpOverload[..., Any], *arguments: Any) -> Any:
     """Call an operator, or its function directly if torch's dispatcher is not needed."""
-    plain = is_plain(*(x for x in arguments if isinstance(x, Tensor)))
+    plain = is_plain(*[x for x in arguments if isinstance(x, Tensor)])
     return (_FUNCTIONS[operator] if plain else operator)(*arguments)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.rotary.memory import check_inference
-from mmpos.support.checks import INT32_MAX, one_of
+from mmpos.rotary.memory import Form, check_inference, checked_once, form_of, got
+from mmpos.support.checks import INT32_MAX, instance, one_of
 
 CacheLayout = Literal["NHD", "HND"]
 
@@ -41,31 +41,50 @@ class Cache(NamedTuple):
     layout: CacheLayout = "NHD"
 
 
-def pages_of(cache: Cache, like: Literal["k", "v"], x: Tensor) -> Tensor:
-    """View the cache of x, a (batch, seq, heads, head_dim) k or v, as (blocks, block_size, heads, head_dim)."""
-    name, pages = ("key_cache", cache.key_cache) if like == "k" else ("value_cache", cache.value_cache)
-    one_of("cache.layout", cache.layout, ("NHD", "HND"))
-    if not isinstance(pages, Tensor):
-        raise InvalidInputError(f"{name}: got {type(pages).__name__}, want a tensor of {x.dtype} as for {like}")
-    if pages.dtype != x.dtype:
-        raise InvalidInputError(f"{name}: got {pages.dtype}, want {x.dtype} as for {like}")
-    if pages.device != x.device:
-        raise InvalidInputError(f"{name}: got a tensor on {pages.device}, want {x.device} as for {like}")
-    return as_pages(name, pages, cache.layout, *x.shape[2:])
+def pages_of(cache: Cache, k: Tensor, v: Tensor) -> list[Tensor]:
+    """View the caches of (batch, seq, heads, head_dim) k and v as (blocks, block_size, heads, head_dim)."""
+    both = instance("cache", cache, Cache, "mmpos.rotary.Cache")[:2]
+    _check_caches(*[form_of(x) for x in (*both, k, v)], cache.layout)
+    heads_first = cache.layout == "HND"
+    return [x.unsqueeze(1) if x.dim() == 3 else x.transpose(1, 2) if heads_first else x for x in both]
 
 
-def as_pages(name: str, cache: Tensor, layout: CacheLayout, heads: int | str, head_dim: int) -> Tensor:
-    """View a cache as (blocks, block_size, heads, head_dim); a str allows any number of heads."""
-    pages = cache.unsqueeze(1) if cache.dim() == 3 else cache.transpose(1, 2) if layout == "HND" else cache
-    ends = (heads if isinstance(heads, int) else pages.shape[-2], head_dim) if pages.dim() == 4 else ()
-    if pages.dim() != 4 or not pages.shape[1] or pages.shape[2:] != ends:
+@checked_once
+def _check_caches(keys: Form | type, values: Form | type, k: Form, v: Form, layout: CacheLayout) -> None:
+    one_of("cache.layout", layout, ("NHD", "HND"))
+    slots = []
+    for like, x, form in (("k", k, keys), ("v", v, values)):
+        name, want = "key_cache" if like == "k" else "value_cache", f"{x.dtype} as for {like}"
+        if not isinstance(form, Form) or form.dtype != x.dtype:
+            raise InvalidInputError(
+                f"{name}: got {got(form)}, want {'' if isinstance(form, Form) else 'a tensor of '}{want}"
+            )
+        if form.device != x.device:
+            raise InvalidInputError(f"{name}: got a tensor on {form.device}, want {x.device} as for {like}")
+        slots.append(check_pages(name, form, layout, *x.shape[2:]))
+    if slots[0] != slots[1]:
+        (blocks, size), (want_blocks, want_size) = slots[1], slots[0]
+        raise InvalidInputError(
+            f"value_cache: got {blocks} blocks of {size} slots, want {want_blocks} of {want_size} as for key_cache"
+        )
+
+
+def check_pages(name: str, form: Form, layout: CacheLayout, heads: int | str, head_dim: int) -> tuple[int, int]:
+    """Check a cache, in which a str allows any number of heads, and return its blocks and block_size."""
+    shape = [*form.shape]
+    if len(shape) == 3:
+        shape.insert(1, 1)
+    elif layout == "HND":
+        shape[1:3] = shape[2:0:-1]
+    if len(shape) != 4 or not shape[1] or shape[2:] != [heads if isinstance(heads, int) else shape[2], head_dim]:
         inner = f"block_size, {heads}, {head_dim}" if layout == "NHD" else f"{heads}, block_size, {head_dim}"
         want = f"(blocks, {inner}) or (slots, {heads}, {head_dim})"
-        raise InvalidInputError(f"{name}: got shape {tuple(cache.shape)}, want {want} in layout {layout}")
-    check_inference({name: cache})  # check this first: forward-mode tensors have no memory from which to read slots
-    if _capacity(pages) > INT32_MAX:
-        raise LimitExceededError(f"{name}: got {_capacity(pages)} slots, want <= {INT32_MAX}")
-    return pages
+        raise InvalidInputError(f"{name}: got shape {tuple(form.shape)}, want {want} in layout {layout}")
+    check_inference({name: form})
+    blocks, size = shape[:2]
+    if blocks * size > INT32_MAX:
+        raise LimitExceededError(f"{name}: got {blocks * size} slots, want <= {INT32_MAX}")
+    return blocks, size
 
 
 class SlotNames(NamedTuple):
@@ -91,21 +110,24 @@ def slots_of(slots: Tensor, batch: int, seq: int, pages: Tensor, validate: bool,
 
     Values are checked only on the host or with ``validate``.
     """
-    name, tokens, _ = names
-    if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64):
-        got = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
-        raise InvalidInputError(f"{name}: got {got}, want a tensor of int32 or int64")
-    if slots.device != pages.device:
-        raise InvalidInputError(f"{name}: got a tensor on {slots.device}, want {pages.device} as for {tokens}")
-    if not (slots.shape == (batch, seq) or (slots.dim() == 1 and slots.shape[0] <= batch * seq)):
-        raise InvalidInputError(
-            f"{name}: got shape {tuple(slots.shape)}, want at most ({batch * seq},), the token count of {tokens}"
-        )
+    _check_slots(form_of(slots), batch, seq, pages.device, names)
     row = slots.reshape(-1).contiguous()
-    on_host = row.device.type == "cpu" and not torch.compiler.is_compiling()
-    if validate or on_host:
+    if validate or (row.is_cpu and not torch.compiler.is_compiling()):
         check_slots(row.cpu().numpy(), _capacity(pages), names)
     return row
+
+
+@checked_once
+def _check_slots(form: Form | type, batch: int, seq: int, device: torch.device, names: SlotNames) -> None:
+    name, tokens, _ = names
+    if not isinstance(form, Form) or form.dtype not in (torch.int32, torch.int64):
+        raise InvalidInputError(f"{name}: got {got(form)}, want a tensor of int32 or int64")
+    if form.device != device:
+        raise InvalidInputError(f"{name}: got a tensor on {form.device}, want {device} as for {tokens}")
+    if not (form.shape == (batch, seq) or (len(form.shape) == 1 and form.shape[0] <= batch * seq)):
+        raise InvalidInputError(
+            f"{name}: got shape {tuple(form.shape)}, want at most ({batch * seq},), the token count of {tokens}"
+        )
 
 
 def check_slots(row: npt.NDArray[np.int32 | np.int64], capacity: int, names: SlotNames) -> None:
@@ -173,8 +195,3 @@ class Stored(NamedTuple):
     value_cache: Tensor
     slots: Tensor
     return_k: bool
-
-    @property
-    def caches(self) -> tuple[Tensor, Tensor]:
-        """Key cache and value cache."""
-        return self.key_cache, self.value_cache

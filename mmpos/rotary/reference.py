@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import NoneType
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table_rows import AXES
-from mmpos.rotary.memory import check_no_tangent
-from mmpos.support.checks import boolean, instance
+from mmpos.rotary.memory import Form, check_floats
+from mmpos.support.checks import boolean
 
 SIN = (0.7853981256484985, -0.08074536919593811, 0.002489871811121702, -3.587715036701411e-05)
 COS = (-0.3084251284599304, 0.015854327008128166, -0.0003259416262153536, 3.5311541068949737e-06)
@@ -63,7 +64,7 @@ class RotationArguments(NamedTuple):
     implementation: int
 
     @property
-    def is_table(self) -> bool:
+    def from_table(self) -> bool:
         """Whether positions are a table instead of dense ids."""
         return self.mode in (TABLE_INTEGER, TABLE_FRACTIONAL)
 
@@ -86,7 +87,12 @@ class RotationArguments(NamedTuple):
     def axes(self) -> int:
         """Number of position axes."""
         rows = self.positions.shape[0]
-        return (rows - AXES) // 4 if self.is_table else rows
+        return (rows - AXES) // 4 if self.from_table else rows
+
+    @property
+    def scaled(self) -> bool:
+        """Whether cos and sin are multiplied by an attention factor."""
+        return self.attention_factor != 1.0
 
     @property
     def num_pairs(self) -> int:
@@ -102,10 +108,6 @@ class RotationArguments(NamedTuple):
     def own_frequencies(self) -> bool:
         """Whether each group of heads has its own frequencies."""
         return self.frequencies.dim() == 3
-
-    def reversed(self) -> RotationArguments:
-        """Return the arguments of the inverse rotation."""
-        return self._replace(conjugate=not self.conjugate)
 
 
 def fixed_positions(positions: Tensor, mode: int, tokens: int) -> Tensor:
@@ -207,7 +209,7 @@ def cos_sin(rotation: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
             block = slice(start, start + CPU_BLOCK)
             cos[block], sin[block] = cos_sin_of(fixed[:, block])
     factor = rotation.attention_factor
-    return (cos, sin) if factor == 1.0 else (cos.mul_(factor), sin.mul_(factor))
+    return (cos.mul_(factor), sin.mul_(factor)) if rotation.scaled else (cos, sin)
 
 
 def cos_sin_between(start: RotationArguments, stop: RotationArguments, tokens: int) -> tuple[Tensor, Tensor]:
@@ -292,9 +294,6 @@ def angles_of_turns(turn: Tensor) -> Tensor:
     return (signed.to(torch.float64) * (2 * math.pi * 2.0**-32)).to(torch.float32)
 
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of tensors that can be rotated, and of weights."""
-
 LEAST_EPS = 2.0**-126
 """Smallest normal float32: the kernel flushes smaller numbers to zero, whose inverse root is infinite."""
 
@@ -326,57 +325,57 @@ class Norm(NamedTuple):
         """Whether nothing is normalised."""
         return self.q_weight is None and self.k_weight is None
 
-    def named(self) -> dict[str, Tensor | None]:
-        """Return both weights, by the names that error messages use."""
-        return {"norm.q_weight": self.q_weight, "norm.k_weight": self.k_weight}
-
-    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+    def factors(self) -> list[Tensor | None]:
         """Return the (head_dim,) float32 weights of q and k, including the offset."""
-        return _offset(self.q_weight, self.offset), _offset(self.k_weight, self.offset)
+        return [
+            None if w is None else w.to(torch.float32) + self.offset if self.offset else w.to(torch.float32)
+            for w in (self.q_weight, self.k_weight)
+        ]
 
 
 NO_NORM = Norm()
 
 
-def checked_norm(norm: Norm, q: object, k: object) -> Norm:
-    """Check a norm against q and k, and return it with contiguous weights, or ``NO_NORM`` if it has no weights.
+def check_norm(
+    q: Form, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: object, offset: object, after: object
+) -> tuple[float, float, bool]:
+    """Check a norm against the forms of q and k; return eps, offset and after, as in ``NO_NORM`` without weights.
 
     Raises:
         InvalidInputError: a weight does not match q or k, or a number is out of range.
         UnsupportedError: a weight has a forward-mode tangent.
     """
-    q_weight, k_weight, eps, offset, after = instance("norm", norm, Norm, "mmpos.rotary.Norm")
     boolean("norm.after", after)
     if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
         raise InvalidInputError(f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
     if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
         raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
-    if k is None and k_weight is not None:
+    if k is NoneType and k_weight is not NoneType:
         raise InvalidInputError("norm.k_weight: got a weight without k, want None")
-    weights = _checked_weight("q", q, q_weight), _checked_weight("k", k, k_weight)
-    checked = Norm(*weights, float(eps), float(offset), after)
-    return NO_NORM if checked.is_none else checked
+    weights = [(name, weight) for name, weight in (("q", q_weight), ("k", k_weight)) if weight is not NoneType]
+    for name, form in weights:
+        weight = check_floats(f"norm.{name}_weight", form)
+        if weight.shape != q.shape[-1:]:
+            raise InvalidInputError(f"norm.{name}_weight: got shape {tuple(weight.shape)}, want {tuple(q.shape[-1:])}")
+        if weight.device != q.device:
+            raise InvalidInputError(
+                f"norm.{name}_weight: got a tensor on {weight.device}, want {q.device} as for {name}"
+            )
+    return (float(eps), float(offset), bool(after)) if weights else NO_NORM[2:]
 
 
-def _checked_weight(name: str, x: object, weight: Tensor | None) -> Tensor | None:
-    if weight is None or not isinstance(x, Tensor):
-        return None  # a later check refuses a q or k that is not a tensor
-    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
-        got = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-        raise InvalidInputError(f"norm.{name}_weight: got {got}, want a tensor of float32, bfloat16 or float16")
-    if weight.shape != x.shape[-1:]:
-        raise InvalidInputError(f"norm.{name}_weight: got shape {tuple(weight.shape)}, want {tuple(x.shape[-1:])}")
-    if weight.device != x.device:
-        raise InvalidInputError(f"norm.{name}_weight: got a tensor on {weight.device}, want {x.device} as for {name}")
-    check_no_tangent(f"norm.{name}_weight", weight)
-    return weight.contiguous()
+def rotate_all(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM
+) -> bool:  # fmt: skip
+    """Normalise and rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
 
-
-def _offset(weight: Tensor | None, offset: float) -> Tensor | None:
-    if weight is None:
-        return None
-    weight = weight.to(torch.float32)
-    return weight + offset if offset else weight
+    ``cpu.rotate`` and ``kernel.launch_rotate`` do the same; they return False if they do not support the tensors.
+    """
+    if q.shape[0] * q.shape[1]:
+        heads_of = head_rotation_of(rotation, *q.shape[:2])
+        for x, out, weight in zip((q, k), (q_out, k_out), norm.factors(), strict=True):
+            rotate(x, out, heads_of, rotation.num_pairs, norm, weight)
+    return True
 
 
 HeadRotation: TypeAlias = Callable[[Tensor], Tensor]
@@ -455,7 +454,7 @@ def norm_backward(
     """
     gradient, value = grad.to(torch.float32), x.to(torch.float32)
     gradient, value = (backward(gradient), value) if forward is None else (gradient, forward(value))
-    scale = _inverse_rms(value, eps)
+    scale = value.square().mean(-1, keepdim=True).add(eps).rsqrt()
     value = value * scale
     weight_grad, gradient = (gradient * value).sum((0, 1, 2)), gradient * weight
     gradient = (gradient - value * (gradient * value).mean(-1, keepdim=True)) * scale
@@ -464,9 +463,4 @@ def norm_backward(
 
 def normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Normalise float32 heads with a weight that includes the offset; without a weight, return x unchanged."""
-    return x if weight is None else x * _inverse_rms(x, eps) * weight
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """Compute the (…, 1) factor that scales heads to a mean square of 1."""
-    return x.square().mean(-1, keepdim=True).add(eps).rsqrt()
+    return x if weight is None else x * x.square().mean(-1, keepdim=True).add(eps).rsqrt() * weight

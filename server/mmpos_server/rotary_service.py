@@ -99,11 +99,11 @@ class RotaryService:
         call.staged("read", began)
         call.checkpoint()
         began = perf_counter()
-        from mmpos.rotary.apply import rotate_into
+        from mmpos.rotary import apply_rotary
 
         target = device()
         q, k = q.to(target), None if k is None else k.to(target)
-        rotate_into((q, k), q, k, positions, rotary, layout=layout, conjugate=message.conjugate)
+        apply_rotary(q, k, positions, rotary, layout=layout, inplace=True, conjugate=message.conjugate, validate=True)
         call.staged("rotate", began)
         call.checkpoint()
         began = perf_counter()

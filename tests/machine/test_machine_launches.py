@@ -34,7 +34,6 @@ def test_each_kernel_runs() -> None:
     assert ran["kernels"].keys() == {
         "rotary_kernel",
         "backward_kernel",
-        "store_kernel",
         "rerotate_kernel",
         "dense_kernel",
     }

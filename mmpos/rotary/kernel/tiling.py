@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -51,19 +52,7 @@ class HeadChannels(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Compile-time description of positions and how angles are computed from them.
-
-    Args:
-        axes: number of position axes.
-        from_table: whether positions are a table instead of dense ids.
-        fractional: whether ids may be fractions.
-        as_hf: whether angles are float32 products as in Transformers.
-        conjugate: whether to rotate by the negative angles.
-        scaled: whether cos and sin are multiplied by an attention factor.
-        cache_rows: number of rows of an engine's cache of cos and sin; 0 if cos and sin are computed.
-        head_groups: number of groups of heads, one per row of pair_axis; 0 if all heads rotate alike.
-        own_frequencies: whether each group has its own frequencies.
-    """
+    """Compile-time description of positions and how angles are computed: properties of ``RotationArguments``."""
 
     axes: int
     from_table: bool
@@ -79,6 +68,8 @@ class Angles(NamedTuple):
 def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
     """Launch a kernel in which products and sums are rounded separately.
 
+    Compiled kernels are kept by all that Triton's choice among them depends on, which takes longer than a launch.
+
     Args:
         kernel: the kernel.
         grid: number of programs in each of the two dimensions.
@@ -86,7 +77,27 @@ def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **co
         arguments: positional arguments of the kernel: tensors, ``Heads``, numbers, or None for an absent argument.
         constants: compile-time constants by name.
     """
-    kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+    forms = [
+        (x[0].dtype, x[0].data_ptr() % 16, x[1:]) if type(x) is Heads
+        else (x.dtype, x.data_ptr() % 16, x.device) if isinstance(x, Tensor) else x
+        for x in arguments
+    ]  # fmt: skip
+    key = kernel, warps, *forms, *constants.values()
+    compiled = _COMPILED.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1)](*arguments, *constants.values())
+        return
+    compiled = kernel[grid](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+    if compiled is not None and torch.version.hip is None:  # AMD's choice also depends on sizes of memory
+        if len(_COMPILED) >= MOST_COMPILED:
+            _COMPILED.clear()
+        _COMPILED[key] = compiled
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels; the interpreter has none."""
+
+MOST_COMPILED = 1 << 12
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
@@ -96,9 +107,9 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def heads_of(x: Tensor) -> Heads:
+def heads_of(x: Tensor | None) -> Heads | None:
     """Return a 4-D tensor as ``Heads`` with its strides."""
-    return Heads(x, *x.stride())
+    return None if x is None else Heads(x, *x.stride())
 
 
 @lru_cache
@@ -124,22 +135,15 @@ def pieces_of(head_dim: int, pairs: int, adjacent: bool) -> HeadChannels:
 
 def angles_of(rotation: RotationArguments) -> Angles:
     """Return the compile-time description of a rotation's angles."""
-    return Angles(
-        rotation.axes,
-        rotation.is_table,
-        rotation.fractional,
-        rotation.as_hf,
-        rotation.conjugate,
-        rotation.attention_factor != 1.0,
-        rotation.cache_rows,
-        rotation.head_groups,
-        rotation.own_frequencies,
-    )
+    return Angles(*_ANGLES(rotation))
+
+
+_ANGLES = attrgetter(*Angles._fields)
 
 
 def norm_arguments(norm: Norm) -> tuple[Any, ...]:
     """Return both weights, eps and offset; four times None if there is no norm."""
-    return (None,) * 4 if norm.is_none else (norm.q_weight, norm.k_weight, norm.eps, norm.offset)
+    return (None,) * 4 if norm.is_none else norm[:4]
 
 
 LEAST_PIECE = 4

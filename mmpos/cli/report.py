@@ -222,35 +222,17 @@ def json_lines(values: Mapping[str, object]) -> str:
     )
 
 
-def save_ids(path: Path, positions: PositionTable) -> None:
-    """Write the dense ids of a batch as a .npy file.
+def save(option: str, path: Path, suffix: str, content: bytes) -> None:
+    """Write a file whose name must end in a suffix.
 
     Raises:
-        InvalidInputError: the path is a URL, or its suffix is not .npy.
+        InvalidInputError: the path, named by its option, is a URL or has another suffix.
         OSError: the file cannot be written.
     """
-    if local_path("--output", path).suffix.lower() != ".npy":
-        raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .npy")
+    if local_path(option, path).suffix.lower() != suffix:
+        raise InvalidInputError(f"{option}: got {str(path)!r}, want a file ending in {suffix}")
     with whole_file(path) as file:
-        np.save(file, positions.dense())
-
-
-def save_html(option: str, path: Path, text: str) -> None:
-    """Write an HTML page.
-
-    Args:
-        option: name of the option that sets the path, for errors.
-        path: path of the file, ending in .html.
-        text: content of the page.
-
-    Raises:
-        InvalidInputError: the path is a URL, or its suffix is not .html.
-        OSError: the file cannot be written.
-    """
-    if local_path(option, path).suffix.lower() != ".html":
-        raise InvalidInputError(f"{option}: got {str(path)!r}, want a file ending in .html")
-    with whole_file(path) as file:
-        file.write(text.encode())
+        file.write(content)
 
 
 def npy(positions: PositionTable) -> bytes:

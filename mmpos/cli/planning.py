@@ -47,7 +47,7 @@ def plan_packs(
     cost = Cost.from_hf_config(config) if config else Cost()
     with as_typed(paths="FILE"):
         files = _ready_shards(inputs)
-    with report.progress_bar("files") as bar:
+    with report.progress_bar() as bar:
         headers = read_headers(_shown(files, bar), patches_per_token=patches_per_token)
     planned = plan(headers, max_tokens=max_tokens, ranks=ranks, microbatches=microbatches, cost=cost)
     write_index(output, planned, files)
@@ -82,4 +82,4 @@ def _shown(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> I
     for done, file in enumerate(files, 1):
         yield file
         if bar is not None:
-            bar(done, len(files))
+            bar(done, len(files), f"{done} of {counted(len(files), 'file')}")

@@ -200,7 +200,7 @@ def preprocess(
             options = asdict(work)
             own = replace(records.preprocess(sequences.builder()), on_image_error=options.pop("on_image_error"))
             logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the files list skipped records
-            with stopped_by_sigterm(), report.progress_bar("") as bar:
+            with stopped_by_sigterm(), report.progress_bar() as bar:
                 summary = write_sequences(readers, output, own, report=_shown(bar), **options)
     except KeyboardInterrupt as stop:
         typer.echo("mmpos: stopped; run the same command to resume", err=True)

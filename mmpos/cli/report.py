@@ -47,23 +47,18 @@ def show(out: Console, table: RenderableType) -> None:
 
 
 @contextmanager
-def progress_bar(unit: str, label: str = "", total: int | None = None) -> Iterator[Callable[..., None] | None]:
-    """Show a bar on stderr, and yield its update function of done, total and label, or None without a terminal."""
+def progress_bar() -> Iterator[Callable[[float, int | None, str], None] | None]:
+    """Show a bar on stderr, and yield its update function of done, total and words, or None without a terminal."""
     out = Console(stderr=True)
     if not out.is_terminal:
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    count = (MofNCompleteColumn(), TextColumn(unit)) if unit else ()
-    columns = (BarColumn(20), *count, TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
-        task = bar.add_task(label, total=total)
-
-        def update(done: float, total: int | None, label: str = label) -> None:
-            bar.update(task, completed=done, total=total, description=label)
-
-        yield update
+    columns = BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, words: bar.update(task, completed=done, total=total, description=words)
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:

@@ -508,6 +508,7 @@ RUNS = "2 runs of tokens have ids that are 1 too large; the tokens between them 
         ("30", [(5, 25, 3)], RUN.format(20, 3)),
         ("30", [(5, 24, 3), (24, 25, 4)], None),
         ("30", [(21, 24, 1), (25, 28, 1)], RUNS),
+        ("1,1x1,1,1x1,1", [(1, 2, 1), (3, 4, 2)], None),  # two shifts explain only the two ids that they come from
         ("30", [(21, 24, 1), (25, 28, 2)], None),
     ],
 )

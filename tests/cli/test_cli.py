@@ -20,8 +20,10 @@ from PIL import Image
 
 from mmpos import info
 from mmpos.__main__ import main
+from mmpos.analysis.plot import plot_positions
 from mmpos.cli.options import read_part, read_specs, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.positions.place import place
 from mmpos.schemes import SCHEMES
 from mmpos.segments.kinds import Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
@@ -245,6 +247,15 @@ def test_plot_writes_a_file_and_prints_its_name(tmp_path: Path, arguments: str, 
     assert run("plot", *arguments.split(), "-o", "ids.svg") == "ids.svg\n"
     labels = texts(tmp_path / "ids.svg")
     assert [label for label in expected if label not in labels] == []
+
+
+def test_plots_of_several_schemes_share_a_scale_unless_each_has_its_own(tmp_path: Path) -> None:
+    command = ["plot", "ids", "3,2x3,2", "-s", "rope-tie", "-s", "mrope", "-o", "ids.png"]
+    tables = [place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]), name) for name in command[4:7:2]]
+    for same, options in ((True, []), (False, ["--own-scale"])):
+        run(*command, *options)
+        plot_positions(tables, tmp_path / "want.png", same_scale=same)
+        assert (tmp_path / "ids.png").read_bytes() == (tmp_path / "want.png").read_bytes()
 
 
 def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> None:

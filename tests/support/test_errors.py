@@ -278,6 +278,11 @@ VIEWS: list[Refusal] = [
         "positions: got 15 tokens in all, want a multiple of 4 for world_size=2 and layout='zigzag-sequence'; "
         "pad the last document first: positions.pad([*positions.lengths[:-1], 5]).shard(…)",
     ),
+    (
+        lambda: POSITIONS.shard_indices(0, 2, "contiguous-sequence"),
+        "positions: got 15 tokens in all, want a multiple of 2 for world_size=2 and layout='contiguous-sequence'; "
+        "pad the last document first: positions.pad([*positions.lengths[:-1], 5]).shard(…)",
+    ),
     (lambda: POSITIONS.shard(2, 2), "rank: got 2, want <= 1"),
     (lambda: POSITIONS.shard(-1, 2), "rank: got -1, want >= 0"),
     (lambda: POSITIONS.shard(0, 0), "world_size: got 0, want >= 1"),

@@ -180,9 +180,9 @@ def sanitize(part: Part) -> None:
         command = [f"{program}", "--tool", tool, "--print-limit", "5", *pytest_command("--one-of-each", "tests/gpu")]
         status, output = part.run(*command, seconds=SANITIZER_SECONDS, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if summary := _SUMMARY.search(output):
-            found = Measurement("compute-sanitizer", tool, (), {}, "", {"findings": float(summary[1])})
-            part.report = replace(part.report, measurements=(*part.report.measurements, found))
-            if found.facts["findings"]:
+            findings = Measurement("compute-sanitizer", tool, (), {}, "", {"findings": float(summary[1])})
+            part.report = replace(part.report, measurements=(*part.report.measurements, findings))
+            if findings.facts["findings"]:
                 part.report.failed[tool] = f"{summary[1]} findings"
         else:
             part.report.missing[tool] = f"ended with {status}: {shortened(output[-300:])}"

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Generator
@@ -80,9 +81,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without slow tests if only slow tests are selected, since every worker would import these files."""
-    only_slow = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
-    return True if only_slow and "mark.slow" not in collection_path.read_text(encoding="utf-8") else None
+    """Skip files in which -m selects no test, since every worker would import these files."""
+    selected = config.getoption("markexpr")
+    if collection_path.suffix != ".py" or selected not in ("slow", "not slow and not systemd"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    if selected == "slow":
+        return True if "mark.slow" not in text else None
+    return True if re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow", text, re.MULTILINE) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Leave out the search for doctests in files without any, since every worker would import these files."""
+    collectors = yield
+    if file_path.suffix == ".py" and ">>> " not in file_path.read_text(encoding="utf-8"):
+        return [collector for collector in collectors if type(collector) is pytest.Module]
+    return collectors
 
 
 @pytest.hookimpl(tryfirst=True)

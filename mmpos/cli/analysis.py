@@ -15,7 +15,7 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import JSON_FILE, SPECS, Documents, Placed, app, group, place_specs
-from mmpos.cli.options import DEFAULT, SchemeName, Specs, make_scheme, read_config, read_specs, scheme_option
+from mmpos.cli.options import DEFAULT, SchemeName, Specs, as_config, make_scheme, read_specs, scheme_option
 from mmpos.errors import InvalidInputError
 from mmpos.positions.table import Side
 from mmpos.schemes import Scheme
@@ -64,7 +64,7 @@ def check(
     diagnosis = diagnose(read_array(ids), segments, chosen, start, side=padding, tolerance=tolerance)
     if report_to is not None:
         title = f"{ids.name} compared with {diagnosis.scheme}"
-        report.save_html("--html", report_to, page(title, diagnosis._repr_html_()))
+        report.save("--html", report_to, ".html", page(title, diagnosis._repr_html_()).encode())
     typer.echo(_json(diagnosis) if as_json else "\n".join(diagnosis.sentences))
     if not diagnosis.equal:
         raise typer.Exit(DIFFERENT)
@@ -79,7 +79,7 @@ def _scheme_and_start(specs: Specs, name: str | None, config: Path | None) -> tu
         raise InvalidInputError("--config cannot be combined with --scheme")
     from mmpos.integrations.models import from_hf_config
 
-    model = from_hf_config(read_config(config))
+    model = from_hf_config(as_config(config))
     return model.scheme, model.start
 
 

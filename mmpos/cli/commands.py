@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from mmpos.cli import report
-from mmpos.cli.options import DEFAULT, Document, SchemeName, Specs, make_scheme, read_config, read_specs
+from mmpos.cli.options import DEFAULT, Document, SchemeName, Specs, as_config, make_scheme, read_specs
 from mmpos.errors import InvalidInputError
 from mmpos.positions.place import place
 from mmpos.positions.table import PositionTable
@@ -205,7 +205,7 @@ def positions(
         write_output(report.npy(placed.positions))
         return
     if output is not None:
-        report.save_ids(output, placed.positions)
+        report.save("--output", output, ".npy", report.npy(placed.positions))
     if json:
         typer.echo(report.to_json_text(placed.documents, placed.positions, placed.scheme))
     else:
@@ -248,7 +248,7 @@ def schemes(
         return
     from mmpos.integrations.models import from_hf_config
 
-    values = report.settings_values(from_hf_config(read_config(config), layer_type=layer_type))
+    values = report.settings_values(from_hf_config(as_config(config), layer_type=layer_type))
     if as_json:
         typer.echo(report.json_lines(values))
     else:

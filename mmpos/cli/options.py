@@ -177,17 +177,14 @@ def read_specs(arguments: Sequence[str]) -> Specs:
     return Specs([document for specs in parsed for document in specs.documents], next(iter(schemes), None))
 
 
-def read_config(config: Path) -> object:
-    """Read a config.json from a file or standard input; return the path of a folder unchanged."""
-    if config.is_dir():
+def as_config(config: Path) -> object:
+    """Read a config.json from standard input; return the path of a file or a folder unchanged."""
+    if config != Path(STDIN):
         return config
     try:
-        return json.loads(read_input() if config == Path(STDIN) else config.read_bytes())
-    except OSError as error:
-        got = error.strerror or str(error)
+        return json.loads(read_input())
     except (ValueError, RecursionError) as error:
-        got = f"invalid JSON ({error})"
-    raise InvalidInputError(f"{config}: got {got}, want the config.json of a model")
+        raise InvalidInputError(f"--config: got invalid JSON ({error}), want the config.json of a model") from None
 
 
 def to_json(documents: Sequence[Document]) -> list[list[dict[str, object]]]:

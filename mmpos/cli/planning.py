@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,22 +10,24 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import group
-from mmpos.cli.options import as_typed, flat
+from mmpos.cli.options import as_typed
 from mmpos.support.checks import counted
 
 if TYPE_CHECKING:
-    from mmpos.data import Headers, SequenceShard, TrainingPlan
+    from mmpos.data import SequenceShard
 
 data = group("data", "Plan the packs of a training run.")
 
 
-@dataclass(frozen=True)
-class RunFlags:
-    """The options that describe the training run."""
-
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a pack.")] = 8192
-    ranks: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1
-    microbatches: Annotated[int, typer.Option(min=1, help="Number of packs per rank and step.")] = 1
+@data.command("plan")
+def plan_packs(
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Folders or files of mmpos preprocess.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Index file to write: .parquet.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a pack.")] = 8192,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
+    microbatches: Annotated[int, typer.Option(min=1, help="Number of packs per rank and step.")] = 1,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -34,18 +35,8 @@ class RunFlags:
             help="Folder of a model; its config.json gives the costs of tokens and patches.",
             show_default="a 7B model",
         ),
-    ] = None
-    patches_per_token: Annotated[int, typer.Option(min=1, help="Number of patches merged into one token.")] = 4
-
-
-@data.command("plan")
-@flat
-def plan_packs(
-    inputs: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="Folders or files of mmpos preprocess.", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Index file to write: .parquet.")],
-    run: RunFlags,
+    ] = None,
+    patches_per_token: Annotated[int, typer.Option(min=1, help="Number of patches merged into one token.")] = 4,
 ) -> None:
     """Plan balanced packs of preprocessed sequences, and write the index that PlannedPacks reads.
 
@@ -53,14 +44,24 @@ def plan_packs(
     """
     from mmpos.data import Cost, plan, read_headers, write_index
 
-    cost = Cost.from_hf_config(run.config) if run.config else Cost()
+    cost = Cost.from_hf_config(config) if config else Cost()
     with as_typed(paths="FILE"):
         files = _ready_shards(inputs)
-    with report.progress_bar("files") as bar:
-        headers = read_headers(_shown(files, bar), patches_per_token=run.patches_per_token)
-    planned = plan(headers, max_tokens=run.max_tokens, ranks=run.ranks, microbatches=run.microbatches, cost=cost)
+    with report.progress_bar() as bar:
+        headers = read_headers(_shown(files, bar), patches_per_token=patches_per_token)
+    planned = plan(headers, max_tokens=max_tokens, ranks=ranks, microbatches=microbatches, cost=cost)
     write_index(output, planned, files)
-    _report(headers, planned, run)
+    labels = planned.sums(headers.labels).reshape(planned.num_steps, -1).sum(axis=1).astype(int)
+    report.show_values(
+        {
+            "examples": f"{len(headers):,}, with {headers.tokens.sum():,} tokens and {headers.labels.sum():,} labels",
+            "steps": f"{planned.num_steps:,} of {counted(ranks, 'rank')} and {counted(microbatches, 'microbatch')}",
+            "fill": f"{planned.fill:.1%} of packs of {max_tokens:,} tokens",
+            "slowest rank": f"{planned.straggling:.3f} of the mean",
+            "labels of a step": f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average",
+            "dummy images": f"{planned.needs_image.sum():,} packs",
+        }
+    )
     typer.echo(output)
 
 
@@ -81,20 +82,4 @@ def _shown(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> I
     for done, file in enumerate(files, 1):
         yield file
         if bar is not None:
-            bar(done, len(files))
-
-
-def _report(headers: Headers, planned: TrainingPlan, run: RunFlags) -> None:
-    """Print a summary of the plan."""
-    labels = planned.sums(headers.labels).reshape(planned.num_steps, -1).sum(axis=1).astype(int)
-    ranks, microbatches = counted(run.ranks, "rank"), counted(run.microbatches, "microbatch")
-    report.show_values(
-        {
-            "examples": f"{len(headers):,}, with {headers.tokens.sum():,} tokens and {headers.labels.sum():,} labels",
-            "steps": f"{planned.num_steps:,} of {ranks} and {microbatches}",
-            "fill": f"{planned.fill:.1%} of packs of {run.max_tokens:,} tokens",
-            "slowest rank": f"{planned.straggling:.3f} of the mean",
-            "labels of a step": f"{labels.min():,} to {labels.max():,}, {labels.mean():,.0f} on average",
-            "dummy images": f"{planned.needs_image.sum():,} packs",
-        }
-    )
+            bar(done, len(files), f"{done} of {counted(len(files), 'file')}")

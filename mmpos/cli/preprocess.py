@@ -200,7 +200,7 @@ def preprocess(
             options = asdict(work)
             own = replace(records.preprocess(sequences.builder()), on_image_error=options.pop("on_image_error"))
             logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the files list skipped records
-            with stopped_by_sigterm(), report.progress_bar("") as bar:
+            with stopped_by_sigterm(), report.progress_bar() as bar:
                 summary = write_sequences(readers, output, own, report=_shown(bar), **options)
     except KeyboardInterrupt as stop:
         typer.echo("mmpos: stopped; run the same command to resume", err=True)
@@ -242,27 +242,24 @@ def _model_tokenizer(folder: Path) -> Any:
 
 def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> Any:
     """Apply the values of a repeatable option, NAME=VALUE, to settings."""
-    known = {field.name: field.type for field in fields(target) if field.init}
+    known = [field.name for field in fields(target) if field.init]
     for assignment in assignments or ():
         name, equals, value = assignment.partition("=")
         if not equals:
             raise InvalidInputError(f"{option}: got {assignment!r}, want {_OPTION}")
         if name not in known:
             raise InvalidInputError(f"{option} {assignment}: got {name!r}, want one of {', '.join(known)}")
-        target = replace(target, **{name: _value(f"{option} {assignment}", known[name], value)})
+        with naming(f"{option} {assignment}"):
+            target = replace(target, **{name: _value(value)})
     return target
 
 
-def _value(name: str, kind: object, value: str) -> object:
-    """Read a value as JSON; text may omit the quotes unless it contains escapes, such as line breaks."""
-    if kind == "str" and not value.startswith('"'):
-        return value
-    if kind in ("str | int", "str | int | None") and not value.isdigit():
-        return None if kind.endswith("None") and not value else value
+def _value(text: str) -> object:
+    """Read a value as JSON; other text is itself, and nothing is None."""
     try:
-        return json.loads(value)
+        return json.loads(text)
     except ValueError:
-        raise InvalidInputError(f"{name}: got {value!r}, want JSON") from None
+        return text or None
 
 
 def _shown(bar: Callable[..., None] | None) -> Callable[[Progress], None]:

@@ -47,23 +47,18 @@ def show(out: Console, table: RenderableType) -> None:
 
 
 @contextmanager
-def progress_bar(unit: str, label: str = "", total: int | None = None) -> Iterator[Callable[..., None] | None]:
-    """Show a bar on stderr, and yield its update function of done, total and label, or None without a terminal."""
+def progress_bar() -> Iterator[Callable[[float, int | None, str], None] | None]:
+    """Show a bar on stderr, and yield its update function of done, total and words, or None without a terminal."""
     out = Console(stderr=True)
     if not out.is_terminal:
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    count = (MofNCompleteColumn(), TextColumn(unit)) if unit else ()
-    columns = (BarColumn(20), *count, TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True) as bar:
-        task = bar.add_task(label, total=total)
-
-        def update(done: float, total: int | None, label: str = label) -> None:
-            bar.update(task, completed=done, total=total, description=label)
-
-        yield update
+    columns = BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=out, transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, words: bar.update(task, completed=done, total=total, description=words)
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -222,35 +217,17 @@ def json_lines(values: Mapping[str, object]) -> str:
     )
 
 
-def save_ids(path: Path, positions: PositionTable) -> None:
-    """Write the dense ids of a batch as a .npy file.
+def save(option: str, path: Path, suffix: str, content: bytes) -> None:
+    """Write a file whose name must end in a suffix.
 
     Raises:
-        InvalidInputError: the path is a URL, or its suffix is not .npy.
+        InvalidInputError: the path, named by its option, is a URL or has another suffix.
         OSError: the file cannot be written.
     """
-    if local_path("--output", path).suffix.lower() != ".npy":
-        raise InvalidInputError(f"--output: got {str(path)!r}, want a file ending in .npy")
+    if local_path(option, path).suffix.lower() != suffix:
+        raise InvalidInputError(f"{option}: got {str(path)!r}, want a file ending in {suffix}")
     with whole_file(path) as file:
-        np.save(file, positions.dense())
-
-
-def save_html(option: str, path: Path, text: str) -> None:
-    """Write an HTML page.
-
-    Args:
-        option: name of the option that sets the path, for errors.
-        path: path of the file, ending in .html.
-        text: content of the page.
-
-    Raises:
-        InvalidInputError: the path is a URL, or its suffix is not .html.
-        OSError: the file cannot be written.
-    """
-    if local_path(option, path).suffix.lower() != ".html":
-        raise InvalidInputError(f"{option}: got {str(path)!r}, want a file ending in .html")
-    with whole_file(path) as file:
-        file.write(text.encode())
+        file.write(content)
 
 
 def npy(positions: PositionTable) -> bytes:

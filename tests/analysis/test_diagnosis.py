@@ -469,9 +469,7 @@ BOTH = "the ids of 2 images (segments 1, 3) are {}; all other tokens are right"
     ("specs", "shifts", "cause"),
     [
         (["3,2x3,4,4x4,5"], [0, 0, 0, 1, 0], ONE.format(3, "1 too large")),
-        (["3,2x3,4,3x2,5"], [0, 0, 0, 1, 0], ONE.format(3, "1 too large")),
         (["3,2x3,4,4x4,5"], [0, -2, 0, 0, 0], ONE.format(1, "2 too small")),
-        (["3,2x3,4,4x4,5"], [0, 1, 0, 1, 0], BOTH.format("1 too large")),
         (["3,2x3,4,4x4,5"], [0, 1, 0, 2, 0], BOTH.format("shifted by 1 to 2")),
         (["2,2x3", "1,4x4,5"], [0, 1, 0, 1, 0], BOTH.format("1 too large")),
         (
@@ -510,6 +508,7 @@ RUNS = "2 runs of tokens have ids that are 1 too large; the tokens between them 
         ("30", [(5, 25, 3)], RUN.format(20, 3)),
         ("30", [(5, 24, 3), (24, 25, 4)], None),
         ("30", [(21, 24, 1), (25, 28, 1)], RUNS),
+        ("1,1x1,1,1x1,1", [(1, 2, 1), (3, 4, 2)], None),  # two shifts explain only the two ids that they come from
         ("30", [(21, 24, 1), (25, 28, 2)], None),
     ],
 )
@@ -633,33 +632,6 @@ def test_ids_with_a_mistake_are_explained_by_that_mistake_or_an_earlier_one(
             assert diagnosis.equal == bool((ids == want).all())
             if diagnosis.different_tokens > 1:  # a single wrong token identifies no mistake
                 assert diagnosis.explained == diagnosis.different_tokens, (guess.cause, str(diagnosis))
-
-
-@settings(settled, max_examples=25)
-@given(SPECS, SCHEMES, st.data())
-def test_a_cause_reproduces_the_first_difference_and_the_reported_number_of_ids(
-    specs: list[str], scheme: str, data: st.DataObject
-) -> None:
-    segments = table(*specs)
-    want = mmpos.place(segments, scheme).dense().astype(np.float64)
-    ids = want.copy()
-    for token in data.draw(st.lists(st.integers(0, want.shape[1] - 1), min_size=1, max_size=4)):
-        ids[:, token:] += data.draw(st.sampled_from([-want[0, token], -5, -1, 1, 2, 0.5]))
-    diagnosis = mmpos.diagnose(ids, segments, scheme)
-    if diagnosis.cause is None:
-        return
-    case = a_case(ids, segments, scheme)
-    candidates = [
-        np.broadcast_to(guess.ids, want.shape)
-        for mistake in MISTAKES
-        for guess in mistake.guesses(case)
-        if guess.ids is not None and guess.cause == diagnosis.cause
-    ]
-    differs = (ids != want).any(axis=0)
-    first = int(differs.argmax())
-    matches = [(candidate == ids).all(axis=0) for candidate in candidates]
-    assert diagnosis.explained in [match[differs].sum() for match in matches if match[first]]
-    assert 1 <= diagnosis.explained <= diagnosis.different_tokens == differs.sum()
 
 
 SHAPE = "ids: got shape {}, want (2, 11) packed or (2, 1, 11) padded, or either without axes for 1-D ids"

@@ -20,8 +20,10 @@ from PIL import Image
 
 from mmpos import info
 from mmpos.__main__ import main
+from mmpos.analysis.plot import plot_positions
 from mmpos.cli.options import read_part, read_specs, to_json
 from mmpos.errors import InvalidInputError, LimitExceededError
+from mmpos.positions.place import place
 from mmpos.schemes import SCHEMES
 from mmpos.segments.kinds import Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
@@ -247,6 +249,15 @@ def test_plot_writes_a_file_and_prints_its_name(tmp_path: Path, arguments: str, 
     assert [label for label in expected if label not in labels] == []
 
 
+def test_plots_of_several_schemes_share_a_scale_unless_each_has_its_own(tmp_path: Path) -> None:
+    command = ["plot", "ids", "3,2x3,2", "-s", "rope-tie", "-s", "mrope", "-o", "ids.png"]
+    tables = [place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]), name) for name in command[4:7:2]]
+    for same, options in ((True, []), (False, ["--own-scale"])):
+        run(*command, *options)
+        plot_positions(tables, tmp_path / "want.png", same_scale=same)
+        assert (tmp_path / "ids.png").read_bytes() == (tmp_path / "want.png").read_bytes()
+
+
 def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "qwen2_5_vl"}')
@@ -359,23 +370,17 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
         (["positions", ""], f"SPEC|FILE: got '', {WANT_SUFFIX}"),
         (["positions", "1x2x3@1/0"], f"SPEC '1x2x3@1/0', part 1: got '1x2x3@1/0', {WANT_PART}"),
         (["positions", "3,0"], "SPEC '3,0', part 2: Text.length: got 0, want >= 1"),
-        (["positions", "2x0"], "SPEC '2x0', part 1: Grid.width: got 0, want >= 1"),
         (["positions", "ids.txt"], f"SPEC|FILE: got 'ids.txt', {WANT_SUFFIX}"),
         (["positions", "."], f"SPEC|FILE: got '.', {WANT_SUFFIX}"),
         (["positions", "none.json"], "none.json: no such file"),
         (["explain", "3", "3"], "token: got 3, want <= 2"),
         (["explain", "3", "x"], None),
-        (["positions", "3", "--scheme", "tie"], f"--scheme: got 'tie', {WANT_SCHEME}"),
         (["positions", "3", "-s", "rope_tie"], f"--scheme: got 'rope_tie' (did you mean 'rope-tie'?), {WANT_SCHEME}"),
         (["positions", "3", "--start", "x"], None),
         (["positions", "2000000000", "--json"], "--json: got 2000000000 tokens, want at most 4194304"),
         (["plot", "ids", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png, .svg or .pdf"),
-        (["plot", "ids", *["3"] * 10, "-o", "ids.png"], "positions: got 10 documents, want at most 9"),
-        (["plot", "ids", "2000000", "-o", "ids.png"], "positions: got 2000000 tokens, want at most 1048576"),
         (["plot", "ids", "3"], "Missing option '--output' / '-o'; see mmpos plot ids --help"),
         (["plot", "3"], "No such command '3'; see mmpos plot --help"),
-        (["plot", "ids", "3", "-s", "tie", "-o", "a.svg"], f"--scheme: got 'tie', {WANT_SCHEME}"),
-        (["plot", "attention", "3", "-o", "a.svg"], "positions: got no image, want at least one"),
         (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),
         (["positions"], "Missing argument 'SPEC|FILE...'; see mmpos positions --help"),
         (["bogus"], "No such command 'bogus'; see mmpos --help"),
@@ -391,7 +396,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
 def test_errors_are_one_line(fail: Fail, arguments: list[str], line: str | None, tmp_path: Path) -> None:
     code, message = fail(*arguments)
     assert code == 2
-    assert line is None or message.replace("'no\\ids.png'", "'no/ids.png'") == line
+    assert line is None or message == line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -406,9 +411,7 @@ WANT_FILE = 'want {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
         ("{", None),
         ("[" * 200_000, None),
         ('{"documents": [3]}', "bad.json: documents[0]: got int, want a list of parts"),
-        ('{"documents": [[]]}', "documents[0]: got an empty document, want at least one segment"),
         ('{"documents": [[{"text": 0}]]}', "bad.json: documents[0][0]: Text.length: got 0, want >= 1"),
-        ('{"documents": [[{"text": true}]]}', "bad.json: documents[0][0]: Text.length: got True, want an integer"),
         (
             '{"documents": [[{"txt": 1}]]}',
             'bad.json: documents[0][0]: got {"txt": 1}, '
@@ -422,10 +425,6 @@ WANT_FILE = 'want {"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
         (
             '{"documents": [[{"grid": [2, 1], "row_separator": 1}]]}',
             "bad.json: documents[0][0].row_separator: got 1, want true or false",
-        ),
-        (
-            '{"documents": [[{"grid": [2, 1], "seconds_per_frame": "x"}]]}',
-            "bad.json: documents[0][0]: Grid.seconds_per_frame: got 'x', want a number of seconds",
         ),
     ],
 )

@@ -33,6 +33,7 @@ CAT_SPEC = "1,8x11,1"
 def start(*arguments: str, env: dict[str, str] | None = None, **options: Any) -> Any:
     """Run the program in another process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **(env or {})}
+    environment.pop("PYTHONUNBUFFERED", None)  # what is still in a buffer must not fail at exit
     command = [sys.executable, "-m", "mmpos", *arguments]
     return subprocess.run(command, env=environment, **{"capture_output": True, "check": False} | options)
 
@@ -89,15 +90,13 @@ def test_invalid_standard_input_is_a_one_line_error(
     assert message is None or err == f"mmpos: error: {message}\n"
 
 
-def test_ids_and_plots_are_written_to_standard_output() -> None:
-    ids = start("positions", "3,2x3,2", "-s", "mrope", "-o", "-")
-    assert (ids.returncode, ids.stderr) == (0, b"")
-    assert main(["positions", "3,2x3,2", "-s", "mrope", "-o", "ids.npy"]) == 0
-    assert ids.stdout == Path("ids.npy").read_bytes()
-    picture = start("plot", "ids", "3,2x3,2", "-o", "-")
-    assert (picture.returncode, picture.stderr) == (0, b"")
-    assert main(["plot", "ids", "3,2x3,2", "-o", "ids.png"]) == 0
-    assert picture.stdout == Path("ids.png").read_bytes()
+def test_ids_and_plots_are_written_to_standard_output(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    for command, file in (("positions 3,2x3,2 -s mrope", "ids.npy"), ("plot ids 3,2x3,2", "ids.png")):
+        assert main([*command.split(), "-o", "-"]) == 0
+        written = capsysbinary.readouterr()
+        assert main([*command.split(), "-o", file]) == 0
+        assert written == (Path(file).read_bytes(), b"")
+        capsysbinary.readouterr()
 
 
 def test_standard_output_is_refused_with_json_and_on_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +113,12 @@ def test_standard_output_is_refused_with_json_and_on_a_terminal(run: Run, monkey
     )
 
 
-@pytest.mark.parametrize("arguments", ["positions 3", "positions 3 -o -"])
-def test_a_closed_pipe_ends_the_program_quietly(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", [["positions", "3"], ["info"]])  # info runs without click
+def test_a_closed_pipe_ends_the_program_quietly(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:
-        done = start(*arguments.split(), capture_output=False, stdout=pipe, stderr=subprocess.PIPE)
+        done = start(*arguments, capture_output=False, stdout=pipe, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, b"")
 
 
@@ -179,6 +178,7 @@ def test_every_error_produces_an_exit_code_and_at_most_one_line(
     assert capsys.readouterr() == ("", message and f"mmpos: {message}")
 
 
+@pytest.mark.slow  # five processes
 @pytest.mark.parametrize(
     ("package", "command"),
     [
@@ -204,18 +204,18 @@ def test_an_unexpected_error_keeps_its_traceback() -> None:
         run_program("mmpos", ends(ZeroDivisionError()), [])
 
 
-def test_an_ascii_terminal_shows_similar_characters() -> None:
+def test_an_ascii_terminal_shows_similar_characters(run: Run) -> None:
     assert run_program("mmpos", lambda: lambda **_: 0, []) == 0  # registers the error handler
     assert "✓ ✗ 2×3–4…·−² ≥→ ⌊δ⌋ é 図 \udcff".encode("ascii", "mmpos.similar") == (
         rb"y n 2x3-4...*-\xb2 >=-> floor(delta) \xe9 \u56f3 \udcff"
     )
-    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    for arguments in (["positions", "3,2x3,2"], ["schemes"], ["positions", "2×é"]):
-        here, there = start(*arguments, env=ascii_only), start(*arguments)
-        assert not (there.stdout + there.stderr).isascii()
-        assert b"?" not in here.stdout + here.stderr
-        assert (here.returncode, here.stdout.count(b"\n")) == (there.returncode, there.stdout.count(b"\n"))
-    assert b"| grid 2x3 | (6, 5)" in start("positions", "3,2x3,2", env=ascii_only).stdout
+    for arguments in (["positions", "3,2x3,2"], ["positions", "2×é"]):
+        code, *texts = run(*arguments)
+        done = start(*arguments, env={"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"})
+        assert not "".join(texts).isascii()
+        assert b"?" not in done.stdout + done.stderr
+        assert (done.returncode, done.stdout.count(b"\n")) == (code, texts[0].count("\n"))
+        assert (b"2x\\xe9" if code else b"| grid 2x3 | (6, 5)") in done.stdout + done.stderr
 
 
 def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

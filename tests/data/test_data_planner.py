@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import planned_ranks
@@ -413,7 +414,9 @@ def test_a_missing_shard_or_index_is_named(written: Path) -> None:
         PlannedPacks(written.with_name("none.parquet"), 0)
 
 
-def test_the_command_writes_an_index_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_an_index_and_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in "ab":
         shard(tmp_path / f"{name}.parquet", [20, 30, 40, 60] * 4)
     index = tmp_path / "index.parquet"
@@ -424,6 +427,10 @@ def test_the_command_writes_an_index_and_a_report(tmp_path: Path, capsys: pytest
     assert "32, with 1,200 tokens" in report
     assert "of 2 ranks and 1 microbatch" in report
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
+    headers = Mock(wraps=read_headers)
+    monkeypatch.setattr("mmpos.data.read_headers", headers)
+    assert main([*words, "--patches-per-token", "16"]) == 0
+    assert headers.call_args.kwargs == {"patches_per_token": 16}
 
 
 def test_the_command_plans_the_files_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -660,7 +660,10 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
             "audio_end",
         ),
         (["s0.jsonl", "--marker", "row"], "--marker: got 'row', want NAME=VALUE"),
-        (["s0.jsonl", "--image-option", "patch_size=big"], "--image-option patch_size=big: got 'big', want JSON"),
+        (
+            ["s0.jsonl", "--image-option", "patch_size=big"],
+            "--image-option patch_size=big: patch_size: got 'big', want an integer",
+        ),
         (["s0.jsonl", "--images-from", "none"], "--images-from: got 'none', want a folder"),
         (["s0.jsonl", "--tokenizer", "none"], "--tokenizer: got 'none', want bytes or the path of a tokenizer.json"),
         (["s0.jsonl", "--tokenizer", "s0.jsonl"], None),

@@ -12,8 +12,9 @@ import trl_rollouts
 from tiny_qwen3_vl import make_model
 from tiny_vlm_task import load_photos
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_trainer_whose_positions_differ_from_the_rollout_is_refused(tmp_path: Path) -> None:
     model = make_model()
     records = trl_rollouts.roll_out(model, load_photos()[:2], copies=2)

@@ -73,7 +73,6 @@ CHECKS: list[Refusal] = [
     (lambda: checks.integer("n", True), "n: got True, want an integer"),
     (lambda: checks.integer("n", np.True_), "n: got np.True_, want an integer"),
     (lambda: checks.integer("n", "3"), "n: got '3', want an integer"),
-    (lambda: checks.integer("n", None), "n: got None, want an integer"),
     (lambda: checks.integer("n", -1, minimum=0), "n: got -1, want >= 0"),
     (lambda: checks.integer("n", 2**70, maximum=9), f"n: got {2**70}, want <= 9"),
     (lambda: checks.integer("n", 10**5000, maximum=9), "n: got a number of more than 4300 digits, want <= 9"),
@@ -104,9 +103,7 @@ def test_ragged_lists_are_refused_as_arrays() -> None:
 PARTS: list[Refusal] = [
     (lambda: Text(0), "Text.length: got 0, want >= 1"),
     (lambda: Text(2**31), "Text.length: got 2147483648, want <= 2147483647"),
-    (lambda: Text(3.0), "Text.length: got 3.0, want an integer"),  # type: ignore[arg-type]
     (lambda: grid(0, 3), "Grid.height: got 0, want >= 1"),
-    (lambda: grid(True, 3), "Grid.height: got True, want an integer"),
     (lambda: grid(2, 3, frames=0), "Grid.frames: got 0, want >= 1"),
     (lambda: grid(2, 3, row_separator=1), "Grid.row_separator: got 1, want True or False"),
     (
@@ -158,7 +155,6 @@ ARRAYS: list[Refusal] = [
         "extents[:, 1]: got [2, 1, 4], want [1, 1, length] outside grids",
     ),
     (lambda: from_arrays([0], ONE, [0, 2]), "segment_offsets: got [0, 2], want 0 first and 1 last"),
-    (lambda: from_arrays([0], ONE, [0, 0, 1]), "documents[0]: got an empty document, want at least one segment"),
     (
         lambda: from_arrays([0, 0], np.ones((3, 2), int), [0, 3, 2]),
         "documents[1]: got an empty document, want at least one segment",
@@ -195,12 +191,7 @@ DIRECT: list[Refusal] = [
 PLACING: list[Refusal] = [
     (
         lambda: place(SEGMENTS, "rope"),
-        "scheme: got 'rope', want a Scheme or one of rope-tie, rope-tie-fractional, rope-tie-v2, rope-tie-lcm, "
-        "flatten, rows, naive-2d, grid-2d, mrope, mrope-transformers, mrope-qwen2.5, mrope-qwen3, "
-        "mrope-interleave-reset, mrope-canvas, tmrope, tmrope-qwen3, v2pe, videorope, vrope, xd-rope, "
-        "flux, flux2, flux3, qwen-image, qwen-image-2.1, lumina2, longcat-image, ovis-image, ideogram4, wan, "
-        "anyflow-far, hunyuan-video, hunyuan-image, cogvideox, allegro, ltx, ltx2, cosmos, cosmos3, kandinsky, "
-        "joyimage, bagel, omnigen2",
+        f"scheme: got 'rope', want a Scheme or one of {', '.join(SCHEMES)}",
     ),
     (lambda: place([[Text(1)]]), "segments: got list, want a SegmentTable"),  # type: ignore[arg-type]
     (lambda: place(SEGMENTS, start=True), "start: got True, want an integer"),
@@ -264,14 +255,12 @@ VIEWS: list[Refusal] = [
     (lambda: POSITIONS.take([16], [16]), "starts[0]: got 16, want <= 15"),
     (lambda: POSITIONS.take([-1], [2]), "starts[0]: got -1, want >= 0"),
     (lambda: POSITIONS.take([11, 0], [12, 1]), "starts[1]: got 0, in an earlier document than the previous range"),
-    (lambda: POSITIONS.take([10, 0], [12, 1]), "starts[1]: got 0, in an earlier document than the previous range"),
     (lambda: POSITIONS.slice(3, 1), "stop: got 1, want >= 3"),
     (lambda: POSITIONS.slice(0, 16), "stop: got 16, want <= 15"),
     (lambda: POSITIONS.slice(16, 16), "start: got 16, want <= 15"),
     (lambda: POSITIONS.window([2], [0], [1]), "documents[0]: got 2, want <= 1"),
     (lambda: POSITIONS.window([0], [-1], [1]), "starts[0]: got -1, want >= 0"),
     (lambda: POSITIONS.window([0], [0], [-1]), "lengths[0]: got -1, want >= 0"),
-    (lambda: POSITIONS.decode(-1), "steps: got -1, want >= 0"),
     (lambda: POSITIONS.decode([1, -1]), "steps[1]: got -1, want >= 0"),
     (lambda: POSITIONS.decode(2**31), "steps: got 2147483648, want <= 2147483647"),
     (
@@ -314,100 +303,63 @@ VIEWS: list[Refusal] = [
     ),
 ]
 
-
-@pytest.mark.parametrize(
-    ("call", "message"), [*CHECKS, *PARTS, *DOCUMENTS, *ARRAYS, *DIRECT, *PLACING, *DENSE, *VIEWS], ids=label
-)
-def test_invalid_input_is_refused(call: Callable[[], object], message: str) -> None:
-    assert refused(InvalidInputError, call) == message
-
-
+INT32, TERMS = "want ids within int32", "want a numerator and a denominator below 2**31"
+LONG, LATE = "tokens, want at most 2**31 - 1 in one segment", "want at most 2**31 - 1"
+LAST = 2**31 - 1
+HUGE_FRAMES = [Grid(1, 1, frames=LAST, seconds_per_frame=LAST)]
 LIMITS: list[Refusal] = [
-    (
-        lambda: from_documents([[Text(1), Grid(2**16, 2**15)]]),
-        "segment 1: got 2147483648 tokens, want at most 2**31 - 1 in one segment",
-    ),
-    (
-        lambda: from_documents([[Grid(2**16, 2**15 - 1, row_separator=True)]]),
-        "segment 0: got 2147483648 tokens, want at most 2**31 - 1 in one segment",
-    ),
+    (lambda: from_documents([[Text(1), Grid(2**16, 2**15)]]), f"segment 1: got {2**31} {LONG}"),
+    (lambda: from_documents([[Grid(2**16, 2**15 - 1, row_separator=True)]]), f"segment 0: got {2**31} {LONG}"),
     (
         lambda: from_arrays([1], ONE * (2**63 - 1), [0, 1], row_separator=[True]),
-        f"segment 0: got {2.0**63 * 2.0**63 * 2.0**63:.0f} tokens, want at most 2**31 - 1 in one segment",
+        f"segment 0: got {2.0**63 * 2.0**63 * 2.0**63:.0f} {LONG}",
     ),
     (
         lambda: from_arrays([1], [[1], [1], [2**63 - 1]], [0, 1], row_separator=[True]),
-        f"segment 0: got {2**63} tokens, want at most 2**31 - 1 in one segment",
+        f"segment 0: got {2**63} {LONG}",
     ),
+    (lambda: placed([Text(2)], "flatten", LAST), f"documents[0], tokens 0 to 1: got ids up to {2**31}, {INT32}"),
     (
-        lambda: placed([Text(2)], "flatten", 2**31 - 1),
-        "documents[0], tokens 0 to 1: got ids up to 2147483648, want ids within int32",
-    ),
-    (
-        lambda: placed([Text(2**31 - 1), Text(2)], "flatten"),
-        "documents[0], tokens 2147483647 to 2147483648: got ids up to 2147483648, want ids within int32",
-    ),
-    (
-        lambda: placed([Text(2**31 - 1), Text(1), Text(3)], "flatten"),
-        "documents[0], tokens 2147483648 to 2147483650: got ids up to 2147483650, want ids within int32",
+        lambda: placed([Text(LAST), Text(1), Text(3)], "flatten"),
+        f"documents[0], tokens 2147483648 to 2147483650: got ids up to 2147483650, {INT32}",
     ),
     (
         lambda: placed([Grid(3, 3)], "videorope", -(2**31)),
-        "documents[0], tokens 0 to 8: got ids down to -2147483649, want ids within int32",
+        f"documents[0], tokens 0 to 8: got ids down to -2147483649, {INT32}",
     ),
     (
         lambda: placed([Text(1), Grid(30000, 30000)], "rope-tie", 2**31 - 9),
-        "documents[0], tokens 1 to 900000000: got ids up to 3047513639, want ids within int32",
+        f"documents[0], tokens 1 to 900000000: got ids up to 3047513639, {INT32}",
     ),
     (
         lambda: placed([Text(2), Grid(1, 1, frames=4, seconds_per_frame=2**29)], "mrope-qwen2.5"),
-        "documents[0], tokens 4 to 4: got ids up to 2147483650, want ids within int32",
+        f"documents[0], tokens 4 to 4: got ids up to 2147483650, {INT32}",
     ),
     (
-        lambda: placed([Grid(1, 1, frames=2**31 - 1, seconds_per_frame=1)], MRopeQwen25(tokens_per_second=3)),
-        "mrope-qwen2.5: got a last frame 6442450938 ids after the first, want ids within int32",
+        lambda: placed([Grid(1, 1, frames=LAST, seconds_per_frame=1)], MRopeQwen25(tokens_per_second=3)),
+        f"mrope-qwen2.5: got a last frame 6442450938 ids after the first, {INT32}",
     ),
     (
-        lambda: placed(
-            [Grid(1, 1, frames=2**31 - 1, seconds_per_frame=2**31 - 1)], MRopeQwen25(tokens_per_second=2**31 - 1)
-        ),
-        "mrope-qwen2.5: got frame · seconds · tokens_per_second beyond 2**62, want ids within int32",
+        lambda: placed(HUGE_FRAMES, MRopeQwen25(tokens_per_second=LAST)),
+        f"mrope-qwen2.5: got frame · seconds · tokens_per_second beyond 2**62, {INT32}",
     ),
     (
         lambda: placed([Grid(46340, 46341)], "rope-tie-fractional"),
         "documents[0], tokens 0 to 2147441939: got denominator 2147534622, want below 2**31",
     ),
-    (
-        lambda: placed([Text(1)], "flatten", 2**31 - 1).decode(),
-        "documents[0]: got id 2147483648, want at most 2**31 - 1",
-    ),
+    (lambda: placed([Text(1)], "flatten", LAST).decode(), f"documents[0]: got id {2**31}, {LATE}"),
     (
         lambda: place(from_documents([[Text(1)]] * 2), start=[0, 2**31 - 9]).decode(20),
-        "documents[1]: got id 2147483659, want at most 2**31 - 1",
+        f"documents[1]: got id 2147483659, {LATE}",
     ),
-    (
-        lambda: grid(1, 1, seconds_per_frame=10**400),
-        f"Grid.seconds_per_frame: got {10**400}, want a numerator and a denominator below 2**31",
-    ),
-    (
-        lambda: grid(1, 1, seconds_per_frame=1e300),
-        "Grid.seconds_per_frame: got 1e+300, want a numerator and a denominator below 2**31",
-    ),
-    (
-        lambda: grid(1, 1, seconds_per_frame=Fraction(1, 2**31)),
-        "Grid.seconds_per_frame: got 1/2147483648, want a numerator and a denominator below 2**31",
-    ),
+    (lambda: grid(1, 1, seconds_per_frame=10**400), f"Grid.seconds_per_frame: got {10**400}, {TERMS}"),
+    (lambda: grid(1, 1, seconds_per_frame=1e300), f"Grid.seconds_per_frame: got 1e+300, {TERMS}"),
+    (lambda: grid(1, 1, seconds_per_frame=Fraction(1, 2**31)), f"Grid.seconds_per_frame: got 1/{2**31}, {TERMS}"),
     (
         lambda: MRopeQwen25(tokens_per_second=2**31),
-        "MRopeQwen25.tokens_per_second: got 2147483648, want terms below 2**31",
+        f"MRopeQwen25.tokens_per_second: got {2**31}, want terms below 2**31",
     ),
 ]
-
-
-@pytest.mark.parametrize(("call", "message"), LIMITS, ids=label)
-def test_limits_are_enforced(call: Callable[[], object], message: str) -> None:
-    assert refused(LimitExceededError, call) == message
-
 
 NO_END = (
     "{}: got document {} of {}, whose end is not one whole id, "
@@ -433,15 +385,23 @@ UNSUPPORTED: list[Refusal] = [
     ),
     (lambda: ROWS.next_positions, NO_END.format("next_positions", 0, "rows")),
     (lambda: ROWS.deltas, NO_END.format("deltas", 0, "rows")),
-    (lambda: ROWS.decode(), NO_END.format("next_positions", 0, "rows")),
     (lambda: ROWS.window([0], [10], [2]), NO_END.format("next_positions", 0, "rows")),
     (lambda: placed([Grid(1, 1)], "grid-2d").decode(2), NO_END.format("next_positions", 0, "grid-2d")),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), UNSUPPORTED, ids=label)
-def test_results_undefined_in_a_scheme_are_unsupported(call: Callable[[], object], message: str) -> None:
-    assert refused(UnsupportedError, call) == message
+REFUSALS = {
+    InvalidInputError: [*CHECKS, *PARTS, *DOCUMENTS, *ARRAYS, *DIRECT, *PLACING, *DENSE, *VIEWS],
+    LimitExceededError: LIMITS,
+    UnsupportedError: UNSUPPORTED,
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"), [(error, *row) for error, rows in REFUSALS.items() for row in rows], ids=label
+)
+def test_bad_input_is_refused(error: type[Exception], call: Callable[[], object], message: str) -> None:
+    assert refused(error, call) == message
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme().frames])

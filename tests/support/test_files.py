@@ -17,7 +17,7 @@ from test_data_storage import PHOTO, example
 from mmpos import InvalidInputError, SegmentTable, Text, place
 from mmpos.__main__ import main
 from mmpos.analysis.plot import plot_positions
-from mmpos.cli.report import save_ids
+from mmpos.cli.report import npy, save
 from mmpos.data.formats.images import Images
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher
@@ -32,7 +32,7 @@ IDS = place(SegmentTable.from_documents([[Text(5000)]]))
     "use",
     [
         lambda url: plot_positions(IDS, url),
-        lambda url: save_ids(Path(url), IDS),
+        lambda url: save("--output", Path(url), ".npy", b""),
         lambda url: Images(base=url),
         lambda url: BatchDataset([], get_example, Batcher(1), quarantine=url),
     ],
@@ -69,7 +69,7 @@ def write_ready(path: Path) -> None:
     ("name", "write"),
     [
         ("a.json", lambda path: write_text(path, "a" * 50_000)),
-        ("a.npy", lambda path: save_ids(path, IDS)),
+        ("a.npy", lambda path: save("--output", path, ".npy", npy(IDS))),
         ("a.png", lambda path: plot_positions(IDS, path)),
         ("a.svg", lambda path: plot_positions(IDS, path)),
         ("a.parquet", write_ready),

@@ -60,9 +60,17 @@ class Mistake:
     guesses: Callable[[Deviation], Iterator[Guess]]
 
 
+_TRIED: list[Mistake] = []
+
+
 def mistake(remedy: str) -> Callable[[Callable[[Deviation], Iterator[Guess]]], Mistake]:
-    """Turn a function that guesses ids into a mistake with this remedy."""
-    return lambda guesses: Mistake(remedy, guesses)
+    """Turn a function that guesses ids into a mistake with this remedy, which is tried after those defined above it."""
+
+    def define(guesses: Callable[[Deviation], Iterator[Guess]]) -> Mistake:
+        _TRIED.append(Mistake(remedy, guesses))
+        return _TRIED[-1]
+
+    return define
 
 
 def mistaken(right: Scheme, **methods: Callable[..., Any]) -> Scheme:
@@ -128,6 +136,29 @@ def column_major_scheme(right: Scheme) -> Scheme:
     return mistaken(right, place=place, advance=lambda grids: right.advance(exchanged(grids)))
 
 
+_MERGES = (2, 3, 4)
+
+_GRIDS = (GRID, CLIP, THUMBNAIL, TILE)
+
+_VARIANTS: tuple[Scheme, ...] = (
+    *(scheme() for scheme in SCHEMES.values()),
+    *(scheme(axes=3) for scheme in (RopeTie, RopeTieFractional, RopeTieV2, RopeTieLcm)),
+    RopeTieV2(rounding="floor"),
+    *(Grid2D(order="merged", spatial_merge_size=side) for side in _MERGES),
+    *(MRopeTransformers(tokens_per_second=rate) for rate in (1, 2, 4, 25)),
+    *(MRopeQwen25(tokens_per_second=rate) for rate in (1, 4, 25)),
+)
+
+_ADVANCES: dict[str, Callable[[Scheme, Grids], IntArray | None]] = {
+    "text after a grid continues at the token's index, one id per patch: the delta is forgotten": (
+        lambda right, grids: grids.tokens
+    ),
+    "text after a grid continues at the maximum of all ids plus one": _beyond_maximum,
+    "a grid consumes the ids of its longest side, as in M-RoPE": (lambda right, grids: grids.extents.max(axis=0)),
+    "text after a grid continues as if the grid consumed one id": (lambda right, grids: np.ones_like(grids.frames)),
+}
+
+
 @mistake("keep ids as float64, or as exact integers in the table; never call .long() on them")
 def cut_fractions(case: Deviation) -> Iterator[Guess]:
     """Guess that fractions were converted to integers."""
@@ -155,6 +186,13 @@ def low_precision(case: Deviation) -> Iterator[Guess]:
         yield Guess(f"ids are rounded to {name}, by up to {error:.3g}", ids)
 
 
+def bfloat16(ids: Ids) -> Ids:
+    """Round ids to bfloat16, which is float32 without its last 16 bits; halves round to even."""
+    bits = ids.astype(np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
 @mistake("keep ids in int32 or int64")
 def narrow_integers(case: Deviation) -> Iterator[Guess]:
     """Guess that integers wrapped around: ids, or the numerators that they were computed from."""
@@ -165,13 +203,6 @@ def narrow_integers(case: Deviation) -> Iterator[Guess]:
     if case.positions.fractional:
         numerators, denominators = case.positions.rationals()
         yield Guess("numerators wrap around in int32", numerators.astype(np.int32) / denominators)
-
-
-def bfloat16(ids: Ids) -> Ids:
-    """Round ids to bfloat16, which is float32 without its last 16 bits; halves round to even."""
-    bits = ids.astype(np.float32).view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
 
 @mistake("pass the model ids for all axes, such as positions.dense(), instead of arange")
@@ -187,108 +218,6 @@ def token_index(case: Deviation) -> Iterator[Guess]:
             continue
         for first in sorted({0, 1, *case.start[:1].tolist()}):
             yield Guess(words.format(where), count + first)
-
-
-@mistake("begin at the scheme's first id, or pass your first id as start")
-def another_start(case: Deviation) -> Iterator[Guess]:
-    """Guess that documents start at another id."""
-    if case.offset is None or not case.offset.is_integer() or abs(case.offset) > 2 * INT32_MAX:
-        return  # no two starts within int32 are that far apart
-    first = case.start + int(case.offset)
-    ids = case.want + case.offset if case.segments is None else case.placed(start=first)
-    document, begin = case.document[case.first], case.begin[case.first]
-    if ids is None or not case.near(case.rounded(ids[:, begin, None]), case.got[:, begin, None]):
-        return
-    yield Guess(f"documents start at {first[document]}, not at {case.start[document]}", ids)
-
-
-@mistake("shift labels, not position ids: token i has ids[:, i]")
-def one_token_off(case: Deviation) -> Iterator[Guess]:
-    """Guess that ids were shifted by one token, like labels."""
-    token = np.arange(case.index.size)
-    for step, neighbour in ((1, "after"), (-1, "before")):
-        words = f"every token has the ids of the token {neighbour} it"
-        moved = case.index + step
-        inside = (moved >= 0) & (moved < case.positions.lengths[case.document])
-        shifted = case.want[:, np.where(inside, token + step, token)]
-        yield Guess(words, np.where(inside, shifted, 0))
-        yield Guess(words, np.roll(case.want, -step, axis=1))
-        if step > 0 and case.deltas is not None:
-            following = case.positions.next_positions[case.document]
-            yield Guess(words, np.where(inside, shifted, following))
-
-
-@mistake("check the segment before the first difference: it consumes another number of ids")
-def constant(case: Deviation) -> Iterator[Guess]:
-    """Guess that ids are off by a constant from the first difference to the end of the document."""
-    if not case.offset or (case.late & ~case.wrong).any():
-        return
-    words = f"from the first difference to the end of the document, ids are {case.offset_in_words}"
-    yield Guess(words, np.where(case.late, case.want + case.offset, case.want))
-
-
-@mistake("check the offset that is added to the ids of each image")
-def shifted_grids(case: Deviation) -> Iterator[Guess]:
-    """Guess that whole grids are shifted, each by a constant, and that all other tokens are right."""
-    lengths, is_grid = case.positions.segment_lengths, case.positions.is_grid
-    if case.segments is not None:
-        lengths, is_grid = case.segments.lengths, np.isin(case.segments.kind, _GRIDS)
-    begins = lengths.cumsum() - lengths
-    shift = case.got[0, begins] - case.want[0, begins]
-    ids = case.want + shift.repeat(lengths)
-    agrees = np.logical_and.reduceat(case.near(case.rounded(ids), case.got), begins)
-    moved = is_grid & agrees & np.isfinite(shift) & (shift != 0)
-    (shifted,) = moved.nonzero()
-    if not shifted.size or (case.wrong & ~moved.repeat(lengths)).any():
-        return
-    lowest, highest = shift[shifted].min(), shift[shifted].max()
-    change = case.offset_in_words if lowest == highest else f"shifted by {lowest:g} to {highest:g}"
-    noun = "image" if case.segments is not None and (case.segments.extents[0, shifted] == 1).all() else "grid"
-    grids = f"one {noun} (segment {shifted[0]})"
-    if shifted.size > 1:
-        more = f" and {shifted.size - 3} more" if shifted.size > 3 else ""
-        grids = f"{shifted.size} {noun}s (segments {', '.join(map(str, shifted[:3]))}{more})"
-    yield Guess(f"the ids of {grids} are {change}; all other tokens are right", ids, evidence=shifted.size)
-
-
-@mistake("count each token once, as the scheme does, and leave scale factors to the rotation")
-def multiplied(case: Deviation) -> Iterator[Guess]:
-    """Guess that ids were multiplied or divided by an integer."""
-    got, want = case.got[:, case.first], case.want[:, case.first]
-    times = got[want != 0] / want[want != 0]
-    if times.size and (times == times[0]).all() and times[0].is_integer() and times[0] > 1:
-        yield Guess(f"ids are {times[0]:g} times as large as they should be", times[0] * case.want)
-    for over in (2, 3, 4):
-        yield Guess(f"ids are divided by {over}", case.want / over)
-        yield Guess(f"ids are divided by {over}, and rounded down", np.floor(case.want / over))
-
-
-@mistake(
-    "check the offset that is added to the ids of these tokens; place draft tokens after the token before them, as "
-    "positions.decode does"
-)
-def constant_in_runs(case: Deviation) -> Iterator[Guess]:
-    """Guess that runs of tokens are off by the same constant, such as the draft tokens in each decoding step."""
-    if not case.offset:
-        return
-    ids = np.where(case.wrong, case.want + case.offset, case.want)
-    if not case.near(case.rounded(ids), case.got).all():
-        return
-    words = f"{case.runs} runs of tokens have ids that are {case.offset_in_words}; the tokens between them are right"
-    if case.runs == 1:
-        words = (
-            f"a run of {case.wrong.sum()} tokens has ids that are {case.offset_in_words}; all other tokens are right"
-        )
-    yield Guess(words, ids, evidence=2 * case.runs)
-
-
-@mistake("add the delta to the index of every token; take cache slots from the index, since ids are for rotations only")
-def index_among_right_ids(case: Deviation) -> Iterator[Guess]:
-    """Guess that the ids of some tokens are their indices: the delta was lost, or ids were used as cache slots."""
-    index = np.where(case.wrong, case.index, case.want)
-    if (case.got[:, case.first] == case.index[case.first]).all():
-        words = "some tokens between right ones have their index as id: their delta is forgotten"
-        yield Guess(f"{words}, or keys are in the cache slots of their ids", index, evidence=2 * case.runs)
 
 
 @mistake("order the axes as the scheme does: (row, col) or (frame, row, col)")
@@ -410,35 +339,17 @@ def shifted_references(case: Deviation) -> Iterator[Guess]:
     yield Guess(f"references are shifted by their number times ({written})", case.want + per_number * number)
 
 
-_MERGES = (2, 3, 4)
-
-_GRIDS = (GRID, CLIP, THUMBNAIL, TILE)
-
-_VARIANTS: tuple[Scheme, ...] = (
-    *(scheme() for scheme in SCHEMES.values()),
-    *(scheme(axes=3) for scheme in (RopeTie, RopeTieFractional, RopeTieV2, RopeTieLcm)),
-    RopeTieV2(rounding="floor"),
-    *(Grid2D(order="merged", spatial_merge_size=side) for side in _MERGES),
-    *(MRopeTransformers(tokens_per_second=rate) for rate in (1, 2, 4, 25)),
-    *(MRopeQwen25(tokens_per_second=rate) for rate in (1, 4, 25)),
-)
-
-_ADVANCES: dict[str, Callable[[Scheme, Grids], IntArray | None]] = {
-    "text after a grid continues at the token's index, one id per patch: the delta is forgotten": (
-        lambda right, grids: grids.tokens
-    ),
-    "text after a grid continues at the maximum of all ids plus one": _beyond_maximum,
-    "a grid consumes the ids of its longest side, as in M-RoPE": (lambda right, grids: grids.extents.max(axis=0)),
-    "text after a grid continues as if the grid consumed one id": (lambda right, grids: np.ones_like(grids.frames)),
-}
-
-
-@mistake("compute ids with the scheme that the model was trained with")
-def other_scheme(case: Deviation) -> Iterator[Guess]:
-    """Guess the ids of another scheme, or of the same scheme with other parameters."""
-    for scheme in sorted(_VARIANTS, key=lambda scheme: type(scheme) is not type(case.scheme)):
-        if scheme != case.scheme:
-            yield Guess(f"these are the ids of {scheme.label}", case.placed(scheme))
+@mistake("begin at the scheme's first id, or pass your first id as start")
+def another_start(case: Deviation) -> Iterator[Guess]:
+    """Guess that documents start at another id."""
+    if case.offset is None or not case.offset.is_integer() or abs(case.offset) > 2 * INT32_MAX:
+        return  # no two starts within int32 are that far apart
+    first = case.start + int(case.offset)
+    ids = case.want + case.offset if case.segments is None else case.placed(start=first)
+    document, begin = case.document[case.first], case.begin[case.first]
+    if ids is None or not case.near(case.rounded(ids[:, begin, None]), case.got[:, begin, None]):
+        return
+    yield Guess(f"documents start at {first[document]}, not at {case.start[document]}", ids)
 
 
 @mistake("pass second_per_grid_ts as the model's processor computes it: temporal_patch_size / frames per second")
@@ -459,23 +370,12 @@ def other_times(case: Deviation) -> Iterator[Guess]:
         yield Guess(words, case.placed(segments=replace(case.segments, seconds_per_frame=mistaken)))
 
 
-@mistake("continue after a grid where the scheme continues, as positions.explain(TOKEN) shows")
-def wrong_advance(case: Deviation) -> Iterator[Guess]:
-    """Guess that grids are right but the segments after them are not."""
-    if case.scheme is not None:
-        for words, ids in _ADVANCES.items():
-            yield Guess(words, case.placed(other_advance(case.scheme, ids)))
-
-
-@mistake("divide height and width by the merge size before computing ids")
-def unmerged(case: Deviation) -> Iterator[Guess]:
-    """Guess that grids were measured before merging, although tokens are merged patches."""
-    if case.scheme is None:
-        return
-    for side, strides in product(_MERGES, (False, True)):
-        affected = "strides and ids after a grid" if strides else "ids after a grid"
-        words = f"spatial merging is forgotten: {affected} are for {side}x{side} times the patches"
-        yield Guess(words, case.placed(unmerged_scheme(case.scheme, side, strides)))
+@mistake("compute ids with the scheme that the model was trained with")
+def other_scheme(case: Deviation) -> Iterator[Guess]:
+    """Guess the ids of another scheme, or of the same scheme with other parameters."""
+    for scheme in sorted(_VARIANTS, key=lambda scheme: type(scheme) is not type(case.scheme)):
+        if scheme != case.scheme:
+            yield Guess(f"these are the ids of {scheme.label}", case.placed(scheme))
 
 
 @mistake("pad position ids on the same side as token ids")
@@ -546,6 +446,25 @@ def first_chunk_again(case: Deviation) -> Iterator[Guess]:
         yield Guess(words, case.want[:, case.begin + np.maximum(index, 0)])
 
 
+@mistake("continue after a grid where the scheme continues, as positions.explain(TOKEN) shows")
+def wrong_advance(case: Deviation) -> Iterator[Guess]:
+    """Guess that grids are right but the segments after them are not."""
+    if case.scheme is not None:
+        for words, ids in _ADVANCES.items():
+            yield Guess(words, case.placed(other_advance(case.scheme, ids)))
+
+
+@mistake("divide height and width by the merge size before computing ids")
+def unmerged(case: Deviation) -> Iterator[Guess]:
+    """Guess that grids were measured before merging, although tokens are merged patches."""
+    if case.scheme is None:
+        return
+    for side, strides in product(_MERGES, (False, True)):
+        affected = "strides and ids after a grid" if strides else "ids after a grid"
+        words = f"spatial merging is forgotten: {affected} are for {side}x{side} times the patches"
+        yield Guess(words, case.placed(unmerged_scheme(case.scheme, side, strides)))
+
+
 @mistake("add the document's delta to the token index, or take ids from positions.decode")
 def delta_forgotten(case: Deviation) -> Iterator[Guess]:
     """Guess that ids are token indices from the first difference on, as in decoding without the delta."""
@@ -566,35 +485,94 @@ def delta_of_another(case: Deviation) -> Iterator[Guess]:
         yield Guess(words, np.where(case.late, case.counted + used, case.want))
 
 
-MISTAKES = (
-    cut_fractions,
-    low_precision,
-    narrow_integers,
-    token_index,
-    permuted,
-    axis_repeated,
-    sides_swapped,
-    column_major,
-    first_for_all,
-    text_of_another_length,
-    shifted_references,
-    another_start,
-    other_times,
-    other_scheme,
-    other_side,
-    padding_counted,
-    not_reset,
-    reset_inside,
-    first_chunk_again,
-    wrong_advance,
-    unmerged,
-    delta_forgotten,
-    delta_of_another,
-    one_token_off,
-    constant,
-    shifted_grids,
-    multiplied,
-    index_among_right_ids,
-    constant_in_runs,
+@mistake("shift labels, not position ids: token i has ids[:, i]")
+def one_token_off(case: Deviation) -> Iterator[Guess]:
+    """Guess that ids were shifted by one token, like labels."""
+    token = np.arange(case.index.size)
+    for step, neighbour in ((1, "after"), (-1, "before")):
+        words = f"every token has the ids of the token {neighbour} it"
+        moved = case.index + step
+        inside = (moved >= 0) & (moved < case.positions.lengths[case.document])
+        shifted = case.want[:, np.where(inside, token + step, token)]
+        yield Guess(words, np.where(inside, shifted, 0))
+        yield Guess(words, np.roll(case.want, -step, axis=1))
+        if step > 0 and case.deltas is not None:
+            following = case.positions.next_positions[case.document]
+            yield Guess(words, np.where(inside, shifted, following))
+
+
+@mistake("check the segment before the first difference: it consumes another number of ids")
+def constant(case: Deviation) -> Iterator[Guess]:
+    """Guess that ids are off by a constant from the first difference to the end of the document."""
+    if not case.offset or (case.late & ~case.wrong).any():
+        return
+    words = f"from the first difference to the end of the document, ids are {case.offset_in_words}"
+    yield Guess(words, np.where(case.late, case.want + case.offset, case.want))
+
+
+@mistake("check the offset that is added to the ids of each image")
+def shifted_grids(case: Deviation) -> Iterator[Guess]:
+    """Guess that whole grids are shifted, each by a constant, and that all other tokens are right."""
+    lengths, is_grid = case.positions.segment_lengths, case.positions.is_grid
+    if case.segments is not None:
+        lengths, is_grid = case.segments.lengths, np.isin(case.segments.kind, _GRIDS)
+    begins = lengths.cumsum() - lengths
+    shift = case.got[0, begins] - case.want[0, begins]
+    ids = case.want + shift.repeat(lengths)
+    agrees = np.logical_and.reduceat(case.near(case.rounded(ids), case.got), begins)
+    moved = is_grid & agrees & np.isfinite(shift) & (shift != 0)
+    (shifted,) = moved.nonzero()
+    if not shifted.size or (case.wrong & ~moved.repeat(lengths)).any():
+        return
+    lowest, highest = shift[shifted].min(), shift[shifted].max()
+    change = case.offset_in_words if lowest == highest else f"shifted by {lowest:g} to {highest:g}"
+    noun = "image" if case.segments is not None and (case.segments.extents[0, shifted] == 1).all() else "grid"
+    grids = f"one {noun} (segment {shifted[0]})"
+    if shifted.size > 1:
+        more = f" and {shifted.size - 3} more" if shifted.size > 3 else ""
+        grids = f"{shifted.size} {noun}s (segments {', '.join(map(str, shifted[:3]))}{more})"
+    yield Guess(f"the ids of {grids} are {change}; all other tokens are right", ids, evidence=shifted.size)
+
+
+@mistake("count each token once, as the scheme does, and leave scale factors to the rotation")
+def multiplied(case: Deviation) -> Iterator[Guess]:
+    """Guess that ids were multiplied or divided by an integer."""
+    got, want = case.got[:, case.first], case.want[:, case.first]
+    times = got[want != 0] / want[want != 0]
+    if times.size and (times == times[0]).all() and times[0].is_integer() and times[0] > 1:
+        yield Guess(f"ids are {times[0]:g} times as large as they should be", times[0] * case.want)
+    for over in (2, 3, 4):
+        yield Guess(f"ids are divided by {over}", case.want / over)
+        yield Guess(f"ids are divided by {over}, and rounded down", np.floor(case.want / over))
+
+
+@mistake("add the delta to the index of every token; take cache slots from the index, since ids are for rotations only")
+def index_among_right_ids(case: Deviation) -> Iterator[Guess]:
+    """Guess that the ids of some tokens are their indices: the delta was lost, or ids were used as cache slots."""
+    index = np.where(case.wrong, case.index, case.want)
+    if (case.got[:, case.first] == case.index[case.first]).all():
+        words = "some tokens between right ones have their index as id: their delta is forgotten"
+        yield Guess(f"{words}, or keys are in the cache slots of their ids", index, evidence=2 * case.runs)
+
+
+@mistake(
+    "check the offset that is added to the ids of these tokens; place draft tokens after the token before them, as "
+    "positions.decode does"
 )
+def constant_in_runs(case: Deviation) -> Iterator[Guess]:
+    """Guess that runs of tokens are off by the same constant, such as the draft tokens in each decoding step."""
+    if not case.offset:
+        return
+    ids = np.where(case.wrong, case.want + case.offset, case.want)
+    if not case.near(case.rounded(ids), case.got).all():
+        return
+    words = f"{case.runs} runs of tokens have ids that are {case.offset_in_words}; the tokens between them are right"
+    if case.runs == 1:
+        words = (
+            f"a run of {case.wrong.sum()} tokens has ids that are {case.offset_in_words}; all other tokens are right"
+        )
+    yield Guess(words, ids, evidence=2 * case.runs)
+
+
+MISTAKES = tuple(_TRIED)
 """The mistakes in the order in which they are tried: casts first, since rounded ids may match other mistakes too."""

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmpos.data import paths
-from mmpos.data.engines import run_local, run_ray
 from mmpos.data.examples import MakeExample
-from mmpos.data.job import Counts, Job, Output, Step, Task, facts_of_input, settings_of
+from mmpos.data.job import Counts, Job, Output, Step, Task, facts_of_input, run_local, run_ray, settings_of
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, skips_images
 from mmpos.data.readers import SUFFIXES, Reader
 from mmpos.data.settings import differences

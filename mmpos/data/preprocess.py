@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from multiprocessing.pool import ThreadPool
-from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,7 +99,7 @@ class Summary:
 
 
 def _counts(outputs: Iterable[Output]) -> Counts:
-    return reduce(add, (output.counts for output in outputs), Counts())
+    return sum((output.counts for output in outputs), Counts())
 
 
 def _reasons(outputs: Iterable[Output]) -> Counter[str]:

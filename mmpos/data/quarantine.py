@@ -82,9 +82,8 @@ class Quarantine:
         self._records += 1
 
     def end(self) -> None:
-        """Check the limit on the records read so far if there are fewer than 1,000; raise as in refuse."""
-        if self._skipped and self._records < _FIRST:
-            self._check(self._records)
+        """Check the limit on the records read, which may be fewer than 1,000; raise as in refuse."""
+        self._check(self._records)
 
     def _check(self, records: int, of: str = "") -> None:
         allowed = max(_ALWAYS, int(self._share * records))

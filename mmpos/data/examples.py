@@ -18,7 +18,7 @@ from mmpos.support.checks import IntArray, boolean, integer, naming, one_of
 
 __all__ = [
     *("IGNORE_INDEX", "BrokenImage", "Builder", "Document", "Example", "Format", "ImageError", "Location"),
-    *("MakeExample", "OnImageError", "Piece", "Preprocess", "Record", "RecordError", "join_texts"),
+    *("MakeExample", "OnImageError", "Piece", "Preprocess", "Record", "RecordError", "join_texts", "make_example"),
 ]
 
 
@@ -183,6 +183,31 @@ class Example:
 
 MakeExample = Callable[[Record, Location], Example]
 """Function that converts a raw record and its location to an example: a Preprocess, ``get_example``, or your own."""
+
+
+def make_example(preprocess: MakeExample, raw: Record | RecordError, here: Location) -> Example:
+    """Convert a raw record to an example.
+
+    Raises:
+        RecordError: the record is unusable.
+        InvalidInputError: the callable did not return an Example.
+        Exception: any other error raised by the callable; a note on the error names the record.
+    """
+    if isinstance(raw, RecordError):
+        raise raw
+    try:
+        example: object = preprocess(raw, here)
+    except RecordError:
+        raise
+    except LimitExceededError as error:
+        raise RecordError(str(error) if str(here) in str(error) else f"{here}: {error}") from error
+    except Exception as error:
+        if str(here) not in str(error):
+            error.add_note(f"raised for the record {here}")
+        raise
+    if not isinstance(example, Example):
+        raise InvalidInputError(f"preprocess: got {type(example).__name__} for {here}, want an Example")
+    return example
 
 
 @dataclass(frozen=True)

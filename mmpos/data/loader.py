@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
-from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, SkipLimit, skips_images
+from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, skips_images
 from mmpos.data.readers import Reader
 from mmpos.data.stream import BatchStream, Draws, Feed, Split, SplitBy, Stop, StreamState
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -110,10 +110,8 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         self._threads = integer("threads", threads, minimum=0)
         self._seed, self._shuffle = integer("seed", seed, minimum=0), integer("shuffle", shuffle, minimum=0)
         self._folder = None if quarantine is None else local_path("quarantine", quarantine)
-        self._on_error: OnError = on_error
-        self._max_skipped = max_skipped
-        SkipLimit(max_skipped)
-        if one_of("on_error", on_error, ("raise", "skip")) == "skip" and quarantine is None:
+        self._policy = (on_error, max_skipped)
+        if Quarantine(*self._policy).on_error == "skip" and quarantine is None:
             raise InvalidInputError("quarantine: got None, want a path; skipped records are never dropped silently")
         if self._skips_images and quarantine is None:
             raise InvalidInputError("quarantine: got None, want a path; images are never dropped silently")
@@ -156,7 +154,7 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         """
         lengths = [[_lengths(shard, self._batching) for shard in shards] for shards, _ in self._corpora]
         unknown = any(shard is None for corpus in lengths for shard in corpus)
-        if unknown or self._on_error != "raise" or self._skips_images or self._draws.stop is None:
+        if unknown or self._policy[0] != "raise" or self._skips_images or self._draws.stop is None:
             return None
         corpora = [(tuple(map(_Sizes, corpus)), _Sizes.example) for corpus in lengths]  # type: ignore[arg-type]
         count = 0
@@ -257,13 +255,13 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
     def _feeds(
         self, corpora: Sequence[_Corpus], split: Split, epoch: int, counts: Mapping[str, int] | None = None
     ) -> list[Feed]:
-        """Return one consumer's records of each corpus; without counts, a record that cannot be used is an error."""
+        """Return one consumer's records of each corpus; without counts, no lines are kept."""
         path = self._folder and self._folder / f"rank{split.rank}-worker{split.worker}.jsonl"
         lines = QuarantineFile(path) if path and counts is not None else None
         feeds = []
         for i, (name, (shards, preprocess)) in enumerate(zip(self._draws.names, corpora, strict=True)):
             read = [(counts or {}).get(f"{what}/{name}" if name else what, 0) for what in ("records", "skipped")]
-            quarantine = Quarantine(self._on_error, lines, SkipLimit(self._max_skipped, *read), {"epoch": epoch})
+            quarantine = Quarantine(*self._policy, lines, {"epoch": epoch}, *read)
             seed = (self._seed, epoch)
             feeds.append(Feed(shards, preprocess, quarantine, split, self._shuffle, seed, i))
         return feeds

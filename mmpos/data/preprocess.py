@@ -15,16 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from multiprocessing.pool import ThreadPool
-from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
 from mmpos.data import paths
-from mmpos.data.engines import run_local, run_ray
 from mmpos.data.examples import MakeExample
-from mmpos.data.job import Counts, Job, Output, Step, Task, facts_of_input, settings_of
+from mmpos.data.job import Counts, Job, Output, Step, Task, facts_of_input, run_local, run_ray, settings_of
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, skips_images
 from mmpos.data.readers import SUFFIXES, Reader
 from mmpos.data.settings import differences
@@ -101,7 +99,7 @@ class Summary:
 
 
 def _counts(outputs: Iterable[Output]) -> Counts:
-    return reduce(add, (output.counts for output in outputs), Counts())
+    return sum((output.counts for output in outputs), Counts())
 
 
 def _reasons(outputs: Iterable[Output]) -> Counter[str]:

@@ -13,13 +13,10 @@ from typing import Any, Literal
 
 from mmpos.data.examples import ImageError, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError
-from mmpos.support.checks import counted, finite
+from mmpos.support.checks import counted, finite, one_of
 from mmpos.support.files import named
 
-__all__ = [
-    *("MAX_SKIPPED", "OnError", "Quarantine", "QuarantineFile", "SkipLimit"),
-    *("read_quarantine", "reason", "skips_images"),
-]
+__all__ = ["MAX_SKIPPED", "OnError", "Quarantine", "QuarantineFile", "read_quarantine", "reason", "skips_images"]
 
 OnError = Literal["raise", "skip"]
 
@@ -46,44 +43,47 @@ def reason(message: str, location: Location) -> str:
     return _VARIABLE.sub("…", said)[:200]
 
 
-class SkipLimit:
-    """Limit on the records that one worker may skip among the first 1,000 that it reads.
+class Quarantine:
+    """Policy of one worker for unusable records: they stop the run, or are counted, logged and kept.
 
-    If more records are unusable, the configuration, for example the format, is probably wrong rather than the records.
+    If too many of the first 1,000 records are unusable, the run stops: the configuration, for example the format, is
+    probably wrong rather than the records.
 
     Args:
-        share: largest fraction of these records that may be skipped, 0 to 1; ten may always be skipped.
+        on_error: "raise" raises the error; "skip" counts the record, logs a warning and keeps a line.
+        max_skipped: largest fraction of these records that may be skipped, 0 to 1; ten may always be skipped.
+        keep: called with each line, for example a QuarantineFile; None keeps none.
+        facts: additional fields of each line.
         records: number of records already read, if a run resumes.
         skipped: number of these records that were skipped.
 
     Raises:
-        InvalidInputError: share is not a number from 0 to 1.
+        InvalidInputError: on_error is unknown, or max_skipped is not a number from 0 to 1.
     """
 
-    def __init__(self, share: float = MAX_SKIPPED, records: int = 0, skipped: int = 0) -> None:
-        self._share = finite("max_skipped", share, minimum=0)
-        if share > 1:
-            raise InvalidInputError(f"max_skipped: got {share:g}, want a share from 0 to 1")
-        self._records, self._skipped = records, skipped
+    def __init__(
+        self,
+        on_error: OnError = "raise",
+        max_skipped: float = MAX_SKIPPED,
+        keep: Callable[[Line], object] | None = None,
+        facts: Line | None = None,
+        records: int = 0,
+        skipped: int = 0,
+    ) -> None:
+        self.on_error = one_of("on_error", on_error, ("raise", "skip"))
+        self._share = finite("max_skipped", max_skipped, minimum=0)
+        if max_skipped > 1:
+            raise InvalidInputError(f"max_skipped: got {max_skipped:g}, want a share from 0 to 1")
+        self._keep, self._facts, self._records, self._skipped = keep, dict(facts or {}), records, skipped
         self._reasons, self._examples = Counter[str](), dict[str, str]()
 
     def read(self) -> None:
         """Count a record, usable or not."""
         self._records += 1
 
-    def skip(self, location: Location, message: str) -> None:
-        """Count the latest record as skipped; raise InvalidInputError with the reasons if there are too many."""
-        if self._records <= _FIRST:
-            self._skipped += 1
-            said = reason(message, location)
-            self._reasons[said] += 1
-            self._examples.setdefault(said, message)
-            self._check(_FIRST, f" of {_FIRST:,}")
-
     def end(self) -> None:
-        """Check the limit on the records read so far if there are fewer than 1,000; raise as in skip."""
-        if self._skipped and self._records < _FIRST:
-            self._check(self._records)
+        """Check the limit on the records read, which may be fewer than 1,000; raise as in refuse."""
+        self._check(self._records)
 
     def _check(self, records: int, of: str = "") -> None:
         allowed = max(_ALWAYS, int(self._share * records))
@@ -97,51 +97,40 @@ class SkipLimit:
         got = f"{self._skipped:,} skipped of the first {counted(self._records, 'record', ',')}"
         raise InvalidInputError(f"max_skipped: got {got}, want at most {allowed:,}{of}: {'; '.join(said)}")
 
-
-class Quarantine:
-    """Policy of one worker for unusable records.
-
-    Args:
-        on_error: "raise" raises the error; "skip" counts the record, logs a warning and passes a line to keep.
-        keep: called with each line, for example a QuarantineFile.
-        limit: limit on skipped records; it counts the records that are read.
-        facts: additional fields of each line.
-    """
-
-    def __init__(
-        self, on_error: OnError, keep: Callable[[Line], object] | None, limit: SkipLimit, facts: Line | None = None
-    ) -> None:
-        self._on_error, self._keep, self._facts = on_error, keep, dict(facts or {})
-        self.limit = limit
-
     def refuse(self, location: Location, raw: object, error: RecordError | LimitExceededError) -> str:
-        """Raise the error of a record, or count the record, log a warning, keep its line and return the error's text.
+        """Raise the error of the latest record, or count it, log a warning, keep its line and return the error's text.
 
         Raises:
             RecordError: the error, if on_error is "raise"; an ImageError's own on_error is used instead.
             InvalidInputError: more records were skipped than the limit allows.
         """
         message = str(error) if str(location) in str(error) else f"{location}: {error}"
-        on_error = error.on_error if isinstance(error, ImageError) else self._on_error
-        if on_error == "raise" or self._keep is None:
+        if (error.on_error if isinstance(error, ImageError) else self.on_error) == "raise":
             raise error if isinstance(error, RecordError) and message == str(error) else RecordError(message) from error
         _logger.warning("skipped a record: %s", message)
-        self._keep(self._line(location, raw, message))
-        self.limit.skip(location, message)
+        self._add(location, raw, message)
+        if self._records <= _FIRST:
+            self._skipped += 1
+            said = reason(message, location)
+            self._reasons[said] += 1
+            self._examples.setdefault(said, message)
+            self._check(_FIRST, f" of {_FIRST:,}")
         return message
 
     def drop(self, location: Location, raw: object, errors: Sequence[str]) -> None:
         """Log the images left out of a document, and keep a line that contains their number as dropped_images."""
         message = "; ".join(errors)
         _logger.warning("dropped images: %s", message)
-        if self._keep is not None:
-            self._keep(self._line(location, raw, message, dropped_images=len(errors)))
+        self._add(location, raw, message, dropped_images=len(errors))
 
-    def _line(self, location: Location, raw: object, message: str, **more: object) -> Line:
+    def _add(self, location: Location, raw: object, message: str, **more: object) -> None:
+        if self._keep is None:
+            return
         record = raw if isinstance(raw, Mapping) else {}
         keys = (str(record[name]) for name in ("__key__", "key", "id") if isinstance(record.get(name), str | int))
         key = next(keys, None)
-        return {"source": location.source, "index": location.index, "key": key, "error": message} | more | self._facts
+        line = {"source": location.source, "index": location.index, "key": key, "error": message}
+        self._keep(line | more | self._facts)
 
 
 def skips_images(preprocess: object) -> bool:

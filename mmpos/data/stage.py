@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from mmpos.data.examples import Example, ImageError, Location, MakeExample, Record, RecordError
+from mmpos.data.examples import Example, ImageError, Location, MakeExample, Record, RecordError, make_example
 from mmpos.data.storage import SCHEMA, from_row, to_row, unicode
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import counted
@@ -69,26 +69,6 @@ class Stage:
         ]
         return pa.Table.from_pylist(rows, SCHEMA)
 
-    def example(self, record: Record, here: Location) -> Example:
-        """Convert one record to an example.
-
-        Raises:
-            RecordError, LimitExceededError: the record is unusable.
-            InvalidInputError: the callable did not return an Example.
-            Exception: any other error raised by the callable; a note on the error names the record.
-        """
-        try:
-            example: object = self.preprocess(record, here)
-        except (RecordError, LimitExceededError):
-            raise
-        except Exception as error:
-            if str(here) not in str(error):
-                error.add_note(f"raised for the record {here}")
-            raise
-        if not isinstance(example, Example):
-            raise InvalidInputError(f"preprocess: got {type(example).__name__} for {here}, want an Example")
-        return example
-
     def _locations(self, records: Sequence[Record], indices: Sequence[int] | None) -> Iterator[Location]:
         for name in (self.source, self.index):
             if records and name is not None and name not in records[0]:
@@ -117,7 +97,7 @@ class Stage:
 
     def _row(self, record: Record, here: Location) -> dict[str, Any]:
         try:
-            return to_row(self.example(record, here))
+            return to_row(make_example(self.preprocess, record, here))
         except (RecordError, LimitExceededError) as error:
             if isinstance(error, ImageError) and error.on_error == "raise":
                 raise

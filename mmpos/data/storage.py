@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from pyarrow import compute, parquet
 
 from mmpos.data.examples import Example, Location, Record, RecordError
 from mmpos.data.paths import checked_path, open_parquet, write_file
-from mmpos.data.readers import Raw, broken, is_chosen, stride
+from mmpos.data.readers import Raw, broken, stride
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 from mmpos.positions.table import PositionTable
 from mmpos.positions.table_rows import AXES
@@ -112,7 +111,8 @@ class SequenceWriter:
                 write_statistics=["error"],
                 write_page_checksum=True,
             )
-            self._file = stack.pop_all()
+            stack.push(self._end)
+            self._closing = stack.pop_all()
 
     def write(self, example: Example) -> None:
         """Add one example.
@@ -141,24 +141,23 @@ class SequenceWriter:
 
     def close(self) -> None:
         """Write the remaining examples, and the footer with the facts."""
-        with self._file:
-            self._flush()
-            footer = {"version": _VERSION, "facts": self.facts}
-            self._parquet.add_key_value_metadata({_METADATA: json.dumps(footer, sort_keys=True).encode()})
-            self._parquet.close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
+    def __exit__(self, *raised: Any) -> None:
+        self._closing.__exit__(*raised)
+
+    def _end(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            with suppress(OSError):  # the file is discarded anyway
+                self._parquet.close()
             return
-        with suppress(OSError):  # the file is discarded anyway
-            self._parquet.close()
-        self._file.__exit__(kind, error, trace)
+        self._flush()
+        footer = {"version": _VERSION, "facts": self.facts}
+        self._parquet.add_key_value_metadata({_METADATA: json.dumps(footer, sort_keys=True).encode()})
+        self._parquet.close()
 
     def _flush(self) -> None:
         if self._rows:
@@ -212,7 +211,7 @@ class SequenceShard:
     def count(self) -> int:
         """Return the number of examples."""
         with self.open() as file:
-            return sum(kept.size for kept in _kept(file))
+            return len(SequenceRows(self, file))
 
     def examples(self, start: int = 0) -> Iterator[Example]:
         """Read the examples in the order in which they were written, with one row group in memory at a time.
@@ -240,31 +239,9 @@ class SequenceShard:
     def _rows(self, start: int, step: int) -> Iterator[tuple[int, Example | RecordError]]:
         start, step = stride(start, step)
         with self.open() as file:
-            first = 0
-            for group, kept in enumerate(_kept(file)):
-                wanted = [index for index in range(first, first + kept.size) if is_chosen(index, start, step)]
-                if wanted:
-                    rows = self.group(file, group)
-                    for index in wanted:
-                        yield index, self.example(rows, int(kept[index - first]), Location(self.source, index))
-                first += kept.size
-
-    def group(self, file: parquet.ParquetFile, group: int) -> pa.Table | Exception:
-        """Read a row group; return the error if it cannot be read."""
-        try:
-            table = file.read_row_group(group, SCHEMA.names).select(SCHEMA.names)
-            return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
-        except (OSError, pa.ArrowException) as error:
-            return error
-
-    def example(self, rows: pa.Table | Exception, i: int, here: Location) -> Example | RecordError:
-        """Create an example from row i of a row group; return the error if that fails."""
-        if isinstance(rows, Exception):
-            return broken(here, rows)
-        try:
-            return from_row({name: rows[name][i] for name in SCHEMA.names})
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            return RecordError(f"{here}: {error}")
+            rows = SequenceRows(self, file, held=1)
+            for index in range(start, len(rows), step):
+                yield index, rows.read(index)
 
     def open(self) -> parquet.ParquetFile:
         """Open the file, and check that it holds preprocessed sequences of this version.
@@ -309,8 +286,8 @@ def _kept(file: parquet.ParquetFile) -> list[IntArray]:
 class SequenceRows:
     """Random access to the examples of a SequenceShard; the most recently used row groups stay in memory."""
 
-    def __init__(self, shard: SequenceShard, file: parquet.ParquetFile) -> None:
-        self._shard, self._file, self._kept = shard, file, _kept(file)
+    def __init__(self, shard: SequenceShard, file: parquet.ParquetFile, held: int = _HELD_GROUPS) -> None:
+        self._shard, self._file, self._kept, self._held = shard, file, _kept(file), held
         self._ends = np.cumsum([kept.size for kept in self._kept], dtype=np.int64)
         self._groups = OrderedDict[int, pa.Table | Exception]()
 
@@ -324,19 +301,36 @@ class SequenceRows:
             InvalidInputError: the row does not exist.
             RecordError: the example cannot be read.
         """
-        row = integer("row", row, minimum=0, maximum=len(self) - 1)
-        group = int(self._ends.searchsorted(row, side="right"))
-        if group not in self._groups:
-            self._groups[group] = self._shard.group(self._file, group)
-            while len(self._groups) > _HELD_GROUPS:
-                self._groups.popitem(last=False)
-        self._groups.move_to_end(group)
-        kept = self._kept[group]
-        place = int(kept[row - int(self._ends[group])])  # counted from the end of the group
-        example = self._shard.example(self._groups[group], place, Location(self._shard.source, row))
+        example = self.read(integer("row", row, minimum=0, maximum=len(self) - 1))
         if isinstance(example, RecordError):
             raise example
         return example
+
+    def read(self, row: int) -> Example | RecordError:
+        """Read an example that exists; return the error if that fails."""
+        group = int(self._ends.searchsorted(row, side="right"))
+        if group not in self._groups:
+            while len(self._groups) >= self._held:
+                self._groups.popitem(last=False)
+            self._groups[group] = self._read_group(group)
+        self._groups.move_to_end(group)
+        rows, here = self._groups[group], Location(self._shard.source, row)
+        if isinstance(rows, Exception):
+            return broken(here, rows)
+        kept = self._kept[group]
+        i = int(kept[row - int(self._ends[group])])  # counted from the end of the group
+        try:
+            return from_row({name: rows[name][i] for name in SCHEMA.names})
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            return RecordError(f"{here}: {error}")
+
+    def _read_group(self, group: int) -> pa.Table | Exception:
+        """Read a row group; return the error if it cannot be read."""
+        try:
+            table = self._file.read_row_group(group, SCHEMA.names).select(SCHEMA.names)
+            return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
+        except (OSError, pa.ArrowException) as error:
+            return error
 
     def close(self) -> None:
         """Close the file."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 
-from mmpos.data.examples import Example, Location, MakeExample, RecordError
+from mmpos.data.examples import Example, Location, MakeExample, RecordError, make_example
 from mmpos.data.packing import Batching, Group, Pack, Packer
 from mmpos.data.quarantine import Quarantine
 from mmpos.data.readers import Raw, Reader
@@ -351,7 +351,7 @@ class BatchStream(Iterable[Item]):
         for entry, example in chain(self._examples(), [(None, None)]):
             if entry is None or example is None:
                 for feed in self._feeds:
-                    feed.quarantine.limit.end()
+                    feed.quarantine.end()
                 self._ready.extend(self._batching.flush())
             else:
                 self._bookmarks[entry.origin.corpus] = entry.after
@@ -361,7 +361,7 @@ class BatchStream(Iterable[Item]):
                     counts[f"records/{name}"] += 1
                 try:
                     quarantine = self._feeds[entry.origin.corpus].quarantine
-                    quarantine.limit.read()
+                    quarantine.read()
                     if isinstance(example, RecordError):
                         raise example
                     if example.dropped_images:
@@ -401,17 +401,10 @@ class BatchStream(Iterable[Item]):
             pool.shutdown(cancel_futures=True)
 
     def _example(self, origin: Origin, location: Location, raw: Raw) -> Example | RecordError:
-        if isinstance(raw, RecordError):
-            return raw
         try:
-            example = self._feeds[origin.corpus].preprocess(raw, location)
+            example = make_example(self._feeds[origin.corpus].preprocess, raw, location)
         except RecordError as error:
             return error
-        except Exception as error:
-            error.add_note(f"while preprocessing {location}")
-            raise
-        if not isinstance(example, Example):
-            raise InvalidInputError(f"preprocess: got {type(example).__name__} for {location}, want an Example")
         traced = object.__new__(Example)  # a copy, since several records may share an example
         vars(traced).update(vars(example), origin=origin)
         return traced

@@ -23,7 +23,7 @@ from mmpos import SequenceBuilder, from_hf_config
 from mmpos.data import Blend, PackedCollator, RecordError, read_quarantine
 from mmpos.data.examples import Example, Location
 from mmpos.data.packing import Batcher, Packer
-from mmpos.data.quarantine import Quarantine, SkipLimit
+from mmpos.data.quarantine import Quarantine
 from mmpos.data.stream import Bookmark, Draws, Feed, Split
 from mmpos.errors import InvalidInputError
 
@@ -229,7 +229,7 @@ def test_records_after_any_point_are_those_of_an_uninterrupted_run(
     sizes: list[list[int]], shuffle: int, consumers: int, stop: Any, after: int, seed: int
 ) -> None:
     sizes = [[1, *of] for of in sizes]  # a corpus that starts over has a record
-    split, quarantine = Split(seed % consumers, consumers), Quarantine("raise", None, SkipLimit())
+    split, quarantine = Split(seed % consumers, consumers), Quarantine()
     make: Any = tiny
     feeds = []
     for c, of in enumerate(sizes):

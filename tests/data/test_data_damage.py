@@ -235,7 +235,9 @@ def test_a_truncated_compressed_shard_is_an_error(tmp_path: Path, kind: str) -> 
         path.write_bytes(data[:size])
         *before, (last, message) = alone = see(reader_of(path))
         assert before == good[:last]
+        assert message.startswith(f"{path}[{last}]: got ")
         assert message.endswith(LOST)
+        assert reader_of(path).count() is None
         for readers in (2, 3):
             assert see(reader_of(path), readers) == alone
 

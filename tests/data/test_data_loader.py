@@ -34,14 +34,14 @@ from mmpos.data.examples import Document, Location, Piece, Preprocess, RecordErr
 from mmpos.data.formats import HFImages, Pairs
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
-from mmpos.data.quarantine import Quarantine, SkipLimit, read_quarantine
+from mmpos.data.quarantine import Quarantine, read_quarantine
 from mmpos.data.readers import Reader, dataset_shards, shards
 from mmpos.data.stream import BatchStream, Feed, Portion, Split
-from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 PREPROCESS = Preprocess(HFImages(), BUILDER)
-QUARANTINE = Quarantine("raise", None, SkipLimit())
+QUARANTINE = Quarantine()
 
 
 class Numbers(NumberedShard):
@@ -496,16 +496,18 @@ def test_too_many_skipped_records_stop_a_run_and_a_resumed_run_at_the_same_recor
 
 
 def test_records_after_the_first_thousand_may_all_be_skipped() -> None:
-    limit = SkipLimit()
+    quarantine = Quarantine("skip")
     for i in range(2000):
-        limit.read()
-        if i % 10 == 9 or i > 1000:
-            limit.skip(Location("a", i), f"a[{i}]: broken")
-    limit.end()
-    limit = SkipLimit(0.1, records=999, skipped=100)
-    limit.read()
-    with pytest.raises(InvalidInputError, match=r"got 101 skipped of the first 1,000 records, .*: 1 record such as b$"):
-        limit.skip(Location("a", 999), "b")
+        quarantine.read()
+        if i % 10 == 9 or i >= 1000:
+            quarantine.refuse(Location("a", i), {}, RecordError(f"a[{i}]: broken"))
+    quarantine.end()
+    quarantine = Quarantine("skip", records=999, skipped=100)
+    quarantine.read()
+    with pytest.raises(
+        InvalidInputError, match=r"got 101 skipped of the first 1,000 records, .*: 1 record such as b.999.$"
+    ):
+        quarantine.refuse(Location("b", 999), {}, RecordError("b[999]"))
 
 
 def test_an_example_too_long_for_a_pack_is_a_record_error(tmp_path: Path) -> None:
@@ -569,7 +571,13 @@ def test_an_error_in_the_format_is_raised_and_names_the_record(tmp_path: Path) -
         )
         with pytest.raises(KeyError) as raised:
             list(dataset)
-        assert raised.value.__notes__ == ["while preprocessing a[4]"]
+        assert raised.value.__notes__ == ["raised for the record a[4]"]
+
+    def refuse(record: Any, location: Location) -> Any:
+        raise LimitExceededError("got 2 tokens, want 1")
+
+    with pytest.raises(RecordError, match=r"^a\[0\]: got 2 tokens, want 1$"):
+        list(data([Numbers("a", 9)], preprocess=refuse, shuffle=0))
     with pytest.raises(InvalidInputError, match=r"preprocess: got str for a\[0\], want an Example"):
         list(data([Numbers("a", 9)], preprocess=lambda record, location: "x", shuffle=0))
 

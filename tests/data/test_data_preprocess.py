@@ -141,23 +141,6 @@ def test_skip_document_skips_only_documents_with_broken_images(tmp_path: Path) -
         write_sequences(readers, tmp_path / "new", replace(PAGES, on_image_error="raise"), on_error="skip")
 
 
-def test_finished_files_are_reused(tmp_path: Path) -> None:
-    readers = shards(corpus(tmp_path, 3, 2))
-    first = write_sequences(readers, tmp_path / "out", PAGES)
-    files = contents(tmp_path / "out")
-    (tmp_path / "out" / "s1.parquet").unlink()
-    (tmp_path / "out" / ".s1.parquet.00000000.tmp").write_bytes(b"left by a killed run")
-    reports: list[Progress] = []
-    again = write_sequences(readers, tmp_path / "out", PAGES, report=reports.append)
-    assert reused(again) == [True, False, True]
-    assert again.counts == first.counts
-    assert contents(tmp_path / "out") == files
-    sizes = [os.path.getsize(reader.source) for reader in readers]
-    assert (reports[-1].read, reports[-1].total, reports[-1].unit) == (sum(sizes), sum(sizes), "bytes")
-    assert (reports[-1].reused, reports[-1].counts) == (sizes[0] + sizes[2], again.outputs[1].counts)
-    assert write_sequences(readers, tmp_path / "out", PAGES).tokens_per_second == 0.0
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -279,26 +262,34 @@ NAMES = ["s0.parquet", "s0.part00001.parquet", "s0.part00002.parquet"]
 @pytest.mark.parametrize("missing", [[0], [1], [2], [0, 2], [1, 2]])
 def test_an_input_is_continued_from_its_first_missing_file(tmp_path: Path, missing: list[int]) -> None:
     readers, out, seen = shards(corpus(tmp_path, 2, 5)), tmp_path / "out", list[str]()
-    write_sequences(readers, out, PAGES)
+    whole, reports = write_sequences(readers, out, PAGES), list[Progress]()
     files = contents(out)
     assert sorted(files) == [*NAMES, *(name.replace("s0", "s1") for name in NAMES)]
     assert [shard.count() for shard in sequence_shards(out)] == [2, 2, 1] * 2
     for part in missing:
         (out / NAMES[part]).unlink()
+    left = out / ".s0.parquet.00000000.tmp"
+    left.write_bytes(b"of a killed run")
     with pytest.raises(InvalidInputError, match=r"got \d of the files of s0\.jsonl, want all; run mmpos "):
         sequence_shards(out)
     settings = job.settings_of(PAGES)
 
     def counting(record: Any, location: Location) -> Any:
+        assert not left.exists()
         seen.append(record["id"])
         return PAGES(record, location)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "settings_of", lambda _: settings)
-        again = write_sequences(readers, out, counting)
+        again = write_sequences(readers, out, counting, report=reports.append)
     assert seen == [f"0-{i}" for i in range(2 * missing[0], 5)]
     assert reused(again) == [part < missing[0] for part in range(3)] + [True] * 3
     assert contents(out) == files
+    assert again.counts == whole.counts
+    total, kept = whole.counts.documents * 69, sum(output.read for output in again.outputs if output.reused)
+    last, added = reports[-1], Counts(5 - 2 * missing[0], 103 * (5 - 2 * missing[0]), 5 - 2 * missing[0])
+    assert (last.read, last.total, last.unit, last.reused, last.counts) == (total, total, "bytes", kept, added)
+    assert write_sequences(readers, out, PAGES).tokens_per_second == 0.0
 
 
 @pytest.mark.usefixtures("small_parts")

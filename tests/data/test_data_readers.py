@@ -152,17 +152,6 @@ def test_rows_on_a_damaged_page_become_errors(tmp_path: Path) -> None:
     assert read(ParquetReader(str(path)), 10, 4) == seen[10::4]
 
 
-def test_a_file_that_is_not_parquet_becomes_a_single_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    path.write_bytes(b"PAR1 but not for long")
-    ((index, message),) = read(ParquetReader(str(path)))
-    assert index == 0
-    assert message.startswith("a.parquet[0]: got ")
-    assert message.endswith("; all later records are lost")
-    assert read(ParquetReader(str(path)), 1) == []
-    assert ParquetReader(str(path)).count() is None
-
-
 def test_invalid_unicode_causes_an_error_only_for_its_row(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     table = pa.table({"id": pa.array([b"0", b"\xff", b"2"]).view(pa.string())})

@@ -129,8 +129,9 @@ def test_errors_name_the_index_of_an_invalid_row(name: str, value: object) -> No
 
 def test_a_configuration_error_is_not_a_record_error() -> None:
     stage = Stage(Preprocess(Pairs(), SequenceBuilder()))
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(UnsupportedError, match=r"^records\[\d+\]: parts\[0\]: ") as raised:
         stage(pa.Table.from_pylist(RECORDS))
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_an_error_raised_by_the_callable_names_the_record() -> None:

@@ -19,7 +19,7 @@ from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, Sequenc
 from mmpos.data import storage
 from mmpos.data.examples import Example, Location, RecordError
 from mmpos.data.readers import Reader
-from mmpos.data.storage import SequenceShard, SequenceWriter, get_example
+from mmpos.data.storage import SequenceRows, SequenceShard, SequenceWriter, get_example
 from mmpos.schemes import SCHEMES, RopeTie, Scheme
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
@@ -102,6 +102,10 @@ def test_row_groups_are_bounded_and_reading_can_start_anywhere(
     assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [3, 3, 3, 1]
     for start in (0, 2, 3, 9, 10, 11):
         assert [item.key for item in shard.examples(start)] == [str(i) for i in range(start, 10)]
+    rows = SequenceRows(shard, shard.open(), held=2)
+    assert [rows[i].key for i in (0, 3, 6, 9, 0)] == ["0", "3", "6", "9", "0"]
+    assert len(rows._groups) == 2
+    rows.close()
     with pytest.raises(InvalidInputError, match="start: got -1, want >= 0"):
         next(shard.examples(-1))
 
@@ -230,14 +234,6 @@ def test_a_flipped_bit_causes_an_error_that_names_the_file(tmp_path: Path) -> No
         list(shard.examples())
     ((location, error),) = shard.records()
     assert (str(location), type(error)) == (f"{shard.path}[0]", RecordError)
-
-
-def test_a_failed_write_leaves_the_existing_file_unchanged(tmp_path: Path) -> None:
-    shard = written(tmp_path / "x.parquet", [example("first", ["ab"])])
-    with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis"):
-        written(tmp_path / "x.parquet", [example("second", ["ab"]), example("flat", ["a"], "flatten")])
-    assert [item.key for item in shard.examples()] == ["first"]
-    assert list(tmp_path.iterdir()) == [tmp_path / "x.parquet"]
 
 
 def test_a_raw_record_is_refused() -> None:

@@ -271,4 +271,3 @@ def test_a_large_tensor_is_copied_once() -> None:
     (large,) = kept._large
     assert np.shares_memory(large, data)
     assert tensor_pb2.Tensor.FromString(kept.serialize(message)).data == data.tobytes()
-

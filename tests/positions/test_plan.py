@@ -158,8 +158,8 @@ class Spoken(Stretched):
 
 
 GRID, VIDEO, TIMED = Grid(2, 3), Grid(2, 3, frames=2), Grid(2, 4, frames=2, seconds_per_frame=1)
-SEVERAL = [Text(3), GRID, Grid(4, 2), GRID]
-PLANNED: list[tuple[str | Scheme, list[Segment], bool]] = [
+SEVERAL: list[Any] = [Text(3), GRID, Grid(4, 2), GRID]
+PLANNED: list[tuple[Any, list[Any], bool]] = [
     *((scheme, SEVERAL, True) for scheme in ("flux", "flux2", "qwen-image", "longcat-image", "bagel")),
     (Lumina2(image_at=9), SEVERAL, True),
     *((scheme, SEVERAL[1:], False) for scheme in (QwenImage(layered=True), Wan(beside=True), "anyflow-far")),
@@ -179,7 +179,7 @@ PLANNED: list[tuple[str | Scheme, list[Segment], bool]] = [
 
 
 @pytest.mark.parametrize(("scheme", "document", "planned"), PLANNED)
-def test_a_plan_places_what_depends_on_shapes_alone(
+def test_a_plan_places_documents_whose_ids_depend_on_shapes_only(
     scheme: str | Scheme, document: list[Segment], planned: bool
 ) -> None:
     segments = SegmentTable.from_documents([document[:1], document])

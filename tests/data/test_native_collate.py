@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ from test_data_collate import FIRST, SECOND, with_photos
 from test_data_packing import example
 
 from mmpos import Grid, InvalidInputError, Markers, SequenceBuilder
-from mmpos.data.collate import _MAKE, _READ, PackedCollator, PaddedCollator
+from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Example
-from mmpos.positions.table import PositionTable
 from mmpos.segments import Audio
 from mmpos.support import native
 
@@ -84,29 +82,3 @@ def test_each_scheme_is_named_once_in_order_of_appearance() -> None:
     one, _, other, _ = pools()[1]
     names = [PackedCollator()(examples).positions.scheme for examples in ([one, other, one], [other, one, one])]
     assert names == ["rope-tie + rope-tie-fractional", "rope-tie-fractional + rope-tie"]
-
-
-def test_invalid_examples_cause_no_out_of_bounds_access() -> None:
-    rng, odd, answered = np.random.default_rng(0), np.array([-(2**63), -1, 2**31, 2**62, 2**63 - 1, *range(9)]), 0
-
-    def array(*shape: int) -> np.ndarray[Any, Any]:
-        numbers = rng.choice(odd[5 if rng.random() < 0.7 else 0 :], shape)
-        return [numbers, numbers[..., ::-1], np.repeat(numbers, 2, axis=0)[::2]][rng.integers(3)]
-
-    for _ in range(2000):
-        tokens, images, segments = (int(n) for n in rng.integers([1, 0, 0], [9, 3, 5]))
-        documents = array(4, 1)
-        documents[:2] *= rng.random() < 0.2
-        spans = np.sort(rng.integers(0, tokens, (images, 2)), axis=0) if rng.random() < 0.7 else array(images, 2)
-        table = PositionTable(array(13, segments), documents, tokens, False, "odd")
-        types = rng.integers(0, 4, tokens).astype(np.uint8)
-        sequence = SimpleNamespace(
-            input_ids=array(tokens), token_type_ids=types, image_spans=spans, grid_thw=array(images, 3)
-        )
-        sequence.positions, sequence.patches = table, None
-        one: Any = SimpleNamespace(sequence=sequence, labels=array(tokens))
-        multiple_of, length = int(rng.choice(odd)), [None, int(rng.choice(odd))][rng.integers(2)]
-        side = [None, "left", "right"][rng.integers(3)]
-        answered += native.core.collate([one, one], _READ, _MAKE, multiple_of, length, 0, side) is not None
-        native.core.concatenate([table, table], PositionTable, ("table", "documents", "num_tokens"), (), ())
-    assert answered > 50

@@ -136,27 +136,3 @@ def test_a_segment_is_padding_only_if_its_origin_and_all_its_steps_are_0(way: st
     positions = PositionTable(table, np.array([[0], [0], [9], [0]]), 9, False, "by hand")
     assert positions.is_padding.tolist() == [False] * 8 + [True]
     assert positions.padded(10, "left")[1].tolist() == [[0, *[1] * 8, 0]]
-
-
-def test_tables_of_arbitrary_numbers_are_never_read_out_of_bounds() -> None:
-    assert native.core is not None
-    random, odd, answers = np.random.default_rng(0), [*BEYOND, *range(6)], 0
-    for _ in range(5_000):
-        axes, segments, documents = (int(n) for n in random.integers([1, 0, 0], [3, 5, 4]))
-        table, header = random.choice(odd, (5 + 4 * axes, segments)), random.choice(odd, (4, documents))
-        if random.random() < 0.7:  # offsets are ordered, but disagree on the number of tokens
-            table[0], header[1] = np.sort(random.integers(0, 9, segments)), np.sort(random.integers(0, 9, documents))
-        size = documents if random.random() < 0.5 else int(random.integers(4))
-        forms: list[Any] = [random.integers(0, 9, size), random.choice(odd, size), int(random.choice(odd)), 1, None]
-        arguments = [forms[i] for i in random.integers(0, len(forms), 3)]
-        native.core.mask(table, np.empty(size, np.int64))
-        tokens = int(random.choice(odd))
-        tables = [PositionTable(table, each, tokens, False, "") for each in (header, header[:, :1], header)]
-        names, changes = ("table", "documents", "num_tokens"), [forms[0][: documents - 1], forms[1][:1]]
-        for result in (
-            native.core.cut(table, header, tokens, int(random.integers(-1, 6)), *arguments),
-            native.core.concatenate(tables, PositionTable, names, *(changes if size else arguments[:2])),
-        ):
-            answers += result is not None
-            assert result is None or len(result[0]) % (8 * len(table)) == len(result[1]) % 32 == 0
-    assert answers > 400

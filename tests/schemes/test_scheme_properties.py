@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-import pytest
 from scheme_properties import MARKS, PAGE, Row, every_scheme, measure, table
 
-from mmpos import Grid
-from mmpos.positions.place import ids_consumed
 from mmpos.schemes import LatentScheme, RopeTieV2
 
 # Derived from the formulas of the schemes, for h×w patches between the text ids L and K:
@@ -88,20 +85,6 @@ def test_grids_of_generative_models_ignore_the_text_around_them_and_have_stable_
 def test_rounding_makes_ids_whole_and_loses_the_symmetry() -> None:
     _, symmetric, unique, _, integer, *_ = measure(RopeTieV2(rounding="floor"))
     assert (symmetric, unique, integer) == (False, True, True)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "ids"),
-    [
-        ("rope-tie", [4224, 16640]),
-        ("rope-tie-fractional", [4096, 16384]),
-        ("rope-tie-v2", [4096, 16384]),
-        ("rope-tie-lcm", [64, 128]),
-        ("mrope", [64, 128]),
-    ],
-)
-def test_ids_of_large_squares_match_the_specification(scheme: str, ids: list[int]) -> None:
-    assert ids_consumed(scheme, [Grid(64, 64), Grid(128, 128)]).tolist() == ids
 
 
 def test_the_page_shows_the_measured_properties() -> None:

@@ -98,9 +98,10 @@ int arguments(const char *name, Py_ssize_t wanted, Py_ssize_t got) {
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
-    METHOD(collate),  METHOD(concatenate), METHOD(cut),     METHOD(documents), METHOD(enter),         METHOD(expand),
-    METHOD(integers), METHOD(mask),        METHOD(numbers), METHOD(place),     METHOD(placed),        METHOD(rotate),
-    METHOD(scan),     METHOD(served),      METHOD(sound),   METHOD(spans),     {NULL, NULL, 0, NULL},
+    METHOD(collate), METHOD(concatenate), METHOD(cut),    METHOD(documents),     METHOD(enter),
+    METHOD(expand),  METHOD(integers),    METHOD(joined), METHOD(mask),          METHOD(numbers),
+    METHOD(place),   METHOD(placed),      METHOD(rotate), METHOD(scan),          METHOD(segments),
+    METHOD(served),  METHOD(sound),       METHOD(spans),  {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {

@@ -140,12 +140,14 @@ PyObject *native_documents(PyObject *self, PyObject *const *args, Py_ssize_t cou
 PyObject *native_enter(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_expand(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_integers(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_joined(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_mask(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_place(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_placed(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_rotate(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_scan(PyObject *self, PyObject *const *args, Py_ssize_t count);
+PyObject *native_segments(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_served(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_sound(PyObject *self, PyObject *const *args, Py_ssize_t count);
 PyObject *native_spans(PyObject *self, PyObject *const *args, Py_ssize_t count);

@@ -21,6 +21,7 @@ from google.protobuf.message import EncodeError, Message
 
 from mmpos.errors import LimitExceededError
 from mmpos.rpc.v1 import tensor_pb2 as pb
+from mmpos.support import native
 
 __all__ = ["LEAST_BYTES", "Beside"]
 
@@ -101,7 +102,7 @@ class Beside:
         return b"".join(pieces)
 
     def serialize(self, message: Message) -> bytes:
-        """Serialize a message with its large tensors, whose bytes are copied once.
+        """Serialize a message with its large tensors; the GIL is released meanwhile.
 
         Raises:
             EncodeError: the message has 2 GiB or more.
@@ -118,7 +119,8 @@ class Beside:
         pieces, size = _filled(raw, 0, len(raw), tensors)
         if size > _MOST_BYTES:
             raise EncodeError("Failed to serialize proto")
-        return b"".join(pieces)
+        whole: bytes | None = None if native.core is None else native.core.joined(tuple(pieces))
+        return b"".join(pieces) if whole is None else whole
 
 
 @lru_cache(maxsize=256)

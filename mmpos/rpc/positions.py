@@ -51,6 +51,7 @@ from mmpos.schemes.base import changed_parameters
 from mmpos.segments.kinds import CLIP, NO_FRAME, TILE, rationals
 from mmpos.segments.placeholders import CropMarkers, Placeholders
 from mmpos.segments.table import SegmentTable
+from mmpos.support import native
 from mmpos.support.checks import (
     INT32_MAX,
     INT32_MIN,
@@ -171,6 +172,12 @@ def get_segments(name: str, message: table_pb2.SegmentTable) -> SegmentTable:
     Raises:
         InvalidInputError: the lists differ in length, or SegmentTable refuses them.
     """
+    plain = None if native.core is None else native.core.segments(message.SerializeToString())
+    if plain is not None:
+        kinds, sides_of_all, firsts = plain
+        return SegmentTable(
+            np.frombuffer(kinds, np.uint8), native.int64(sides_of_all).reshape(3, -1), native.int64(firsts)
+        )
     kind, *sides, per_document, separators, extra, named, frames = integer_lists(message, *_LISTS)
     kind = kind - 1
     unknown = kind.view(np.uint64) > TILE

@@ -271,3 +271,13 @@ def test_a_large_tensor_is_copied_once() -> None:
     (large,) = kept._large
     assert np.shares_memory(large, data)
     assert tensor_pb2.Tensor.FromString(kept.serialize(message)).data == data.tobytes()
+
+
+def test_buffers_are_joined_in_order_and_other_objects_are_declined() -> None:
+    large = array(3 * 2**20)
+    parts = (b"", b"ab", memoryview(b"cd"), np.zeros(0, np.uint8), large, np.arange(3, dtype="<i2"))
+    assert CORE.joined(parts) == b"abcd" + large.tobytes() + b"\0\0\1\0\2\0"
+    assert CORE.joined(()) == b""
+    assert CORE.joined([b"a"]) is None  # not a tuple
+    assert CORE.joined((b"a", "text")) is None  # not a buffer
+    assert CORE.joined((b"a", large[::2])) is None

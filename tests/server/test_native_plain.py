@@ -320,7 +320,7 @@ def test_without_the_extension_no_query_is_plain(monkeypatch: pytest.MonkeyPatch
 IMAGE = InputIds([1, 5, 9, 9, 9, 9, 2, 3], Placeholders(image=9), [[1, 2, 2]])
 FEW: dict[str, tuple[PositionsQuery, int]] = {
     "a plain query": (PositionsQuery(SegmentTable.from_documents(BATCH), "mrope-qwen3"), 25),
-    "a view": (PositionsQuery(SegmentTable.from_documents(BATCH), views=[Decode()]), 60),
+    "a view": (PositionsQuery(SegmentTable.from_documents(BATCH), views=[Decode()]), 50),
     "input_ids": (PositionsQuery(IMAGE), 60),
 }
 

@@ -221,13 +221,13 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(Dense, axes=()), "axes: got no axes, want at least one axis, or None for all"),
     (partial(PositionsQuery, []), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]
     (partial(PositionsQuery, SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]
-    (partial(received, IDS, [[0, 1]]), "positions: got list, want a PositionTable or a tensor of ids"),
+    (partial(received, IDS, [[0, 1]]), "positions: got list, want a PositionTable or a tensor of ids for a service"),
 ]
 OTHERS: list[tuple[Callable[[], object], type[MmposError], str]] = [
     (
         partial(received, SCHEME, Own()),
         UnsupportedError,
-        "scheme: got Own(), want one of mmpos.SCHEMES, or the name of",
+        "scheme: got Own(), want one of mmpos.SCHEMES, or the name",
     ),
     (table("", axes=2, num_tokens=2**31)[0], LimitExceededError, "table.num_tokens: got 2147483648, want at most"),
 ]

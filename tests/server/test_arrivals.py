@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmpos.errors import MmposError, ServiceOverloadedError
@@ -106,55 +106,36 @@ def test_few_calls_wait_for_each_place_and_half_of_them_may_be_of_one_client() -
     assert run(scenario()) == [4, 4, 0]
 
 
-def test_a_client_that_gives_up_waiting_leaves_no_place_behind() -> None:
+STEP = st.tuples(st.sampled_from("abc"), st.sampled_from(["wait", "wait", "leave", "give up"]), st.booleans())
+
+
+@given(st.lists(STEP))
+@example([*[("a", "wait", True)] * 3, ("a", "leave", False), ("a", "give up", True)])  # as it receives its place
+@example([*[(name, "wait", True) for name in "aabbcc"], ("c", "give up", False), ("a", "leave", True)])
+def test_no_more_places_are_taken_than_exist_and_none_stays_free_while_one_waits(
+    steps: list[tuple[str, str, bool]],
+) -> None:
     async def scenario() -> None:
-        places = Places("slots", 1)
-        await places.wait("a")
-        for free in (False, True):  # cancelled while it waits, and in the moment in which it receives its place
-            waiting = asyncio.create_task(places.wait("b"))
-            await asyncio.sleep(0)
-            if free:
-                places.leave("a")
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-        assert (places.taken, places.wanted) == (0, False)
-
-    run(scenario())
-
-
-def test_a_place_that_is_left_when_a_waiting_call_is_cancelled_goes_to_the_next() -> None:
-    async def scenario() -> None:
-        places = Places("slots", 1)
-        await places.wait("a")
-        first, second = asyncio.create_task(places.wait("b")), asyncio.create_task(places.wait("c"))
-        await asyncio.sleep(0)
-        first.cancel()
-        places.leave("a")  # before the cancelled call runs
-        await second
-        assert (first.done(), places.taken, places.wanted) == (True, 1, False)
-
-    run(scenario())
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
-def test_no_more_places_are_taken_than_exist_and_none_stays_free_while_one_waits(steps: list[tuple[str, bool]]) -> None:
-    async def scenario() -> None:
-        places, held, waiting = Places("slots", 4), list[str](), list[asyncio.Task[None]]()
-        for name, enters in steps:
-            if enters:
-                waiting.append(asyncio.create_task(_wait(places, name, held)))
+        places, held, waiting = Places("slots", 4), list[str](), list[tuple[str, asyncio.Task[None]]]()
+        for name, step, settles in [*steps, ("a", "wait", True)]:
+            if step == "wait":
+                waiting.append((name, asyncio.create_task(_wait(places, name, held))))
+            elif step == "give up":  # while it waits, or in the moment in which it receives its place
+                for _, task in [one for one in waiting if one[0] == name and not one[1].done()][:1]:
+                    task.cancel()
             elif name in held:
                 held.remove(name)
                 places.leave(name)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            pending = {task for task in waiting if not task.done()}
-            assert places.taken == len(held) <= 4
-            assert all(held.count(name) <= 2 for name in "abc")
-            # A client may wait although places are free only when it holds its share.
-            assert places.wanted == bool(pending)
-        for task in waiting:
+            if settles:
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                pending = [task for _, task in waiting if not task.done()]
+                assert places.taken == len(held) <= 4
+                assert all(held.count(client) <= 2 for client in "abc")
+                # A client waits although places are free only if it holds its share.
+                assert places.taken == 4 or all(held.count(client) == 2 for client, task in waiting if task in pending)
+                assert places.wanted == bool(pending)
+        for _, task in waiting:
             task.cancel()
 
     run(scenario())

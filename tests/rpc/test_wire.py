@@ -217,7 +217,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     rotation(f"rotary.pairing: got 9, want one of {names(rotary_pb2.Pairing)}", head_dim=8, pairing=9),
     rotation("rotary.allocation cannot be combined with pair_axis", head_dim=8, allocation="split", pair_axis=[0]),
     # Arguments of queries, and objects that cannot be sent.
-    (partial(Dense, "nonsense"), "dtype: got 'nonsense', want int32, int64, float64 or None"),  # type: ignore[arg-type]
+    (partial(Dense, "nonsense"), "dtype: got 'nonsense', want int32, int64, float64 or None"),
     (partial(Dense, axes=()), "axes: got no axes, want at least one axis, or None for all"),
     (partial(PositionsQuery, []), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]
     (partial(PositionsQuery, SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]

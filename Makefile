@@ -43,7 +43,8 @@ gpu:  ## test the kernels on a GPU, with PYTHON and without network: docs/gpu.md
 	    $(if $(OUT),--out '$(OUT)') $(if $(PEERS),--peers '$(PEERS)') $(if $(COMMIT),--commit '$(COMMIT)') $(if $(DRY),--dry)
 
 fuzz: $(VENV)/dev  ## attack a server for SECONDS with a SEED; fail on INTERNAL errors, late answers or leaks
-	PYTHONPATH=tests/helpers $(BIN)/python tests/helpers/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(FUZZ)
+	$(BIN)/pytest -n 0 -s -m slow -k withstands tests/server/test_attacks.py --attack-seconds $(SECONDS) \
+		$(if $(SEED),--attack-seed $(SEED)) $(FUZZ)
 
 systemd: $(VENV)/dev  ## test the unit of deploy/ with systemd in namespaces; as root, on a quiet machine
 	$(BIN)/pytest -q -m systemd tests/server/test_deploy.py

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
@@ -12,95 +13,49 @@ from mmpos.client import calls
 from mmpos.client.calls import Built, Errors, ServiceCall
 from mmpos.client.channel import BaseClient, OpenChannel, closed, failure, lost_status
 from mmpos.client.streams import Stream, build_stream, place_stream
+from mmpos.client.sync import Client
 from mmpos.errors import MmposError, ServiceError
 
 if TYPE_CHECKING:
     from typing import Self
 
-    import numpy.typing as npt
-    import torch
-
-    from mmpos.positions.table import PositionTable
-    from mmpos.rotary.apply import Layout, TableLayout
-    from mmpos.rotary.config import Rotary
-    from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Spans, View
-    from mmpos.rpc.v1.info_pb2 import GetInfoResponse
+    from mmpos.rpc.queries import PositionsQuery, PositionsResult
     from mmpos.schemes import Scheme
-    from mmpos.segments.table import SegmentTable
-    from mmpos.sequence.builder import InterleavedSequence
 
+P = ParamSpec("P")
 Q = TypeVar("Q")
 T = TypeVar("T")
 
 
+def _awaited(
+    method: Callable[Concatenate[Client, P], T],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """Return a method of Client as a coroutine method; ``AsyncClient._ask`` returns an awaitable to it."""
+
+    @wraps(method)
+    async def awaited(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        answer: Any = method(client, *args, **kwargs)
+        result: T = await answer
+        return result
+
+    return awaited
+
+
 class AsyncClient(BaseClient):
-    """Asynchronous client for an mmpos service: the methods of ``Client`` as coroutines. See BaseClient.
+    """Asynchronous client for an mmpos service: the methods of ``Client``, which describes them, as coroutines.
 
     >>> AsyncClient("dns:///replicas:50051")
     AsyncClient('dns:///replicas:50051', profile=None, timeout=30)
     """
 
-    async def place(
-        self,
-        segments: SegmentTable | Spans | InputIds,
-        scheme: str | Scheme | None = None,
-        start: npt.ArrayLike = 0,
-        strict: bool | None = None,
-        *,
-        views: Sequence[View] = (),
-    ) -> PositionTable:
-        """Place documents; see ``Client.place``."""
-        return await self._ask(calls.place(self._options.profile, segments, scheme, start, strict, views))
-
-    async def query(self, query: PositionsQuery) -> PositionsResult:
-        """Run a query on the server; see ``Client.query``."""
-        return await self._ask(calls.query(self._options.profile, query))
-
-    async def build(
-        self, parts: Sequence[object], *, scheme: str | Scheme | None = None, start: int = 0, patches: bool = True
-    ) -> InterleavedSequence:
-        """Build a sequence from parts; see ``Client.build``."""
-        return await self._ask(calls.build(calls.settings(self._options.profile, scheme, start, patches), parts))
-
-    async def build_batch(
-        self,
-        documents: Sequence[Sequence[object]],
-        errors: Errors = "raise",
-        *,
-        scheme: str | Scheme | None = None,
-        start: int = 0,
-        patches: bool = True,
-    ) -> Built:
-        """Build the sequences of several documents in one call; see ``Client.build_batch``."""
-        query = calls.settings(self._options.profile, scheme, start, patches)
-        return await self._ask(calls.build_batch(query, documents, errors))
-
-    async def cos_sin(
-        self, rotary: Rotary | None, positions: PositionTable | torch.Tensor, layout: TableLayout = "pairs"
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """Compute cos and sin of all tokens; see ``Client.cos_sin``."""
-        return await self._ask(calls.cos_sin(self._options.profile, rotary, positions, layout))
-
-    async def angles(self, rotary: Rotary | None, positions: PositionTable | torch.Tensor) -> torch.Tensor:
-        """Compute exact angles; see ``Client.angles``."""
-        return await self._ask(calls.angles(self._options.profile, rotary, positions))
-
-    async def apply_rotary(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        positions: PositionTable | torch.Tensor,
-        rotary: Rotary | None,
-        *,
-        layout: Layout | None = None,
-        conjugate: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rotate q and k on the server; see ``Client.apply_rotary``."""
-        return await self._ask(calls.apply_rotary(self._options.profile, q, k, positions, rotary, layout, conjugate))
-
-    async def info(self) -> GetInfoResponse:
-        """Get the version, schemes, limits and profiles of the server; see ``Client.info``."""
-        return await self._ask(calls.info())
+    place = _awaited(Client.place)
+    query = _awaited(Client.query)
+    build = _awaited(Client.build)
+    build_batch = _awaited(Client.build_batch)
+    cos_sin = _awaited(Client.cos_sin)
+    angles = _awaited(Client.angles)
+    apply_rotary = _awaited(Client.apply_rotary)
+    info = _awaited(Client.info)
 
     async def healthy(self) -> bool:
         """Return whether the server reports that it is serving; False if no server answers."""

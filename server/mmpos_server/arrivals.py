@@ -106,7 +106,7 @@ class Places:
         Raises:
             ServiceOverloadedError: too many wait already, or too many of this client.
         """
-        if not self._waiting and self.free(client):
+        if self.free(client):  # those that wait hold their share
             return self.add(client)
         mine, most = sum(name == client for name, _ in self._waiting), _MOST_WAITING * self.limit
         if len(self._waiting) >= most or mine >= most // 2:

@@ -125,24 +125,17 @@ def test_parts_after_a_refused_part_are_not_sent() -> None:
 
 def test_rotations_that_a_service_cannot_compute_are_refused(server: str) -> None:
     rotary, positions, q = Rotary(head_dim=8), place(SEGMENTS), torch.randn(15, 2, 8)
+    gradients = "q: got a tensor that requires gradients, want a detached one; a service returns no gradients"
     with Client(server) as client:
-
-        def remote(q: object, k: object = None, rotary: object = rotary, **options: object) -> tuple[type, str]:
-            return failure(client.apply_rotary, q, k, positions, rotary, **options)
-
-        def local(q: object, k: object = None, **options: object) -> tuple[type, str]:
-            return failure(apply_rotary, q, k, positions, rotary, **options)
-
-        assert remote([1]) == local([1])
-        assert remote(q, q.double()) == local(q, q.double())
-        assert remote(q, layout="x") == local(q, layout="x")
-        assert remote(q[:3]) == local(q[:3])
-        assert remote(q.clone().requires_grad_()) == (
-            UnsupportedError,
-            "q: got a tensor that requires gradients, want a detached one; a service returns no gradients",
-        )
-        assert remote(q, q.to("meta")) == (InvalidInputError, "k must be on the device of q, cpu, got meta")
-        assert remote(q, rotary="x")[1] == "rotary: got str, want a Rotary or None"
+        for x, k, options in (([1], None, {}), (q, q.double(), {}), (q, None, {"layout": "x"}), (q[:3], None, {})):
+            local = failure(apply_rotary, x, k, positions, rotary, **options)
+            assert failure(client.apply_rotary, x, k, positions, rotary, **options) == local
+        for x, k, other, error in (
+            (q.clone().requires_grad_(), None, rotary, (UnsupportedError, gradients)),
+            (q, q.to("meta"), rotary, (InvalidInputError, "k must be on the device of q, cpu, got meta")),
+            (q, None, "x", (InvalidInputError, "rotary: got str, want a Rotary or None")),
+        ):
+            assert failure(client.apply_rotary, x, k, positions, other) == error
         device = DevicePositions.from_table(positions, "cpu")
         assert failure(client.angles, rotary, device)[0] is InvalidInputError
         assert failure(client.cos_sin, rotary, positions, "x") == failure(mmpos.rotary.cos_sin, rotary, positions, "x")
@@ -163,7 +156,12 @@ def pushback(milliseconds: int) -> tuple[grpc.StatusCode, str, tuple[tuple[str, 
     return grpc.StatusCode.RESOURCE_EXHAUSTED, "busy", (("grpc-retry-pushback-ms", str(milliseconds)),)
 
 
-@pytest.mark.parametrize("outcome", [UNAVAILABLE, (grpc.StatusCode.CANCELLED, "bye", ()), pushback(1)])
+CANCELLED = (grpc.StatusCode.CANCELLED, "bye", ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"), [("sync", UNAVAILABLE), ("async", UNAVAILABLE), ("sync", CANCELLED), ("async", pushback(1))]
+)
 def test_calls_refused_by_a_stopping_or_overloaded_server_are_sent_again(kind: str, outcome: Any) -> None:
     handler, count = aborting(*[outcome] * 3)
     with serving(Fake(handler)) as address, open_client(kind, address) as client:

@@ -110,10 +110,10 @@ def test_a_client_limited_to_one_attempt_and_a_health_check_do_not_wait() -> Non
 
 
 @pytest.mark.parametrize(
-    ("address", "reason"),
+    ("kind", "address", "reason"),
     [
-        ("unix:/nowhere/mmpos.sock", "No such file or directory"),
-        ("ipv4:127.0.0.1:1,127.0.0.1:2", "Connection refused"),
+        ("sync", "unix:/nowhere/mmpos.sock", "No such file or directory"),
+        ("async", "ipv4:127.0.0.1:1,127.0.0.1:2", "Connection refused"),
     ],
 )
 def test_a_client_without_a_server_says_how_to_start_one(kind: str, address: str, reason: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from certificates import make_certificate
 
-from mmpos import SCHEMES, Grid, ImageProcessor, SegmentTable, SequenceBuilder, place
+from mmpos import SCHEMES, SegmentTable, place
 from mmpos_server.access import TlsFiles
 from mmpos_server.config import ServerConfig
 from mmpos_server.listening import Listen
@@ -27,7 +26,6 @@ from mmpos_server.testing import running
 ROOT = Path(__file__).parents[2]
 BIN = str(Path(sys.executable).parent)
 NODE = ROOT / "tests" / "foreign" / "node"
-PHOTO = ROOT / "mmpos" / "photos" / "coffee.jpg"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def install() -> None:
 @pytest.fixture(scope="module")
 def summary(server: str) -> Any:
     install()
-    return node("client.js", server, ROOT / "proto", ROOT / "tests" / "golden" / "positions.json", PHOTO)
+    return node("client.js", server, ROOT / "proto", ROOT / "tests" / "golden" / "positions.json")
 
 
 def test_node_expands_every_golden_table(summary: Any) -> None:
@@ -78,27 +76,6 @@ def test_node_streams_batches_and_receives_an_error_in_order(summary: Any) -> No
         {"id": bad, "error": {"code": "ERROR_CODE_INVALID_INPUT", "message": message}, "outcome": "error"}
     ]
     assert batches == 19
-
-
-def test_node_builds_the_same_sequences_as_the_library(summary: Any) -> None:
-    image = PHOTO.read_bytes()
-    builder = SequenceBuilder(images=ImageProcessor(backend="pillow"))
-    documents: list[list[Any]] = [["A cup: ", image, " é"], [Grid(2, 3)]]
-    wanted = [
-        {
-            "input_ids": sequence.input_ids.tolist(),
-            "position_ids": sequence.positions.dense().tolist(),
-            "next_positions": sequence.positions.next_positions.tolist(),
-            "grid_thw": sequence.grid_thw.ravel().tolist(),
-            "image_spans": sequence.image_spans.ravel().tolist(),
-            "image_hashes": hashes,
-        }
-        for sequence, hashes in zip(
-            map(builder.build, documents), ([hashlib.sha256(image).hexdigest()], [""]), strict=True
-        )
-    ]
-    error = {"code": "ERROR_CODE_INVALID_INPUT", "message": "parts[0].grid: Grid.height: got 0, want >= 1"}
-    assert summary["sequences"] == [wanted[0], {"error": error}, wanted[1]]
 
 
 PAGE = (ROOT / "docs" / "protocol-clients.md").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import time
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -347,3 +348,32 @@ async def idle(address: str, chance: random.Random, tally: Tally) -> None:
 
 
 ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, pictures, streams, metadata, frames, idle)}
+
+
+async def rounds(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
+    """Run rounds of these attacks concurrently until the deadline, with at least one round of each attack.
+
+    A round depends only on the seed, the attack's name and the round's number, and may take a minute.
+    """
+    tally = Tally()
+
+    async def repeat(name: str) -> None:
+        number = first
+        while time.time() < end or number == first:
+            own = Tally()
+            try:
+                async with asyncio.timeout(60):
+                    await ATTACKS[name](address, random.Random(f"{seed}/{name}/{number}"), own)
+            except (TimeoutError, OSError) as error:
+                own.add(type(error).__name__)
+            own.samples = {bad: f"{name}:{number} {sample}" for bad, sample in own.samples.items()}
+            tally.merge(own)
+            number += 1
+
+    await asyncio.gather(*map(repeat, names))
+    return tally
+
+
+def attacker(*arguments: Any) -> Tally:
+    """Attack from a separate process; see ``rounds``."""
+    return asyncio.run(rounds(*arguments))

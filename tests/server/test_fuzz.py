@@ -1,24 +1,16 @@
-"""Test random messages, bytes and attacks: each is answered or refused, none with INTERNAL; the server survives."""
+"""Test random messages and bytes: each is answered or refused, none with INTERNAL, and the server survives."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import ATTACKS, Tally
-from fuzz import Verdict, Witness, fuzz, rounds
 from message_strategies import LIKELY, REQUESTS, STREAMS, corpus, for_each, messages, tensor
 from mutations import mutate
 from refusals import is_sentence
-from serving import serving
 from victim import STATUSES, Answer, Victim
-from waiting import eventually, without_torch
 
 from mmpos.rpc.positions import get_result
 from mmpos.rpc.sequences import get_sequence
@@ -112,60 +104,3 @@ def test_mutated_messages_are_answered_or_refused(
             raise AssertionError(f"{method} of bytes.fromhex({sent.hex()!r}): {answer}") from error
         statuses.add(answer.status)
     assert statuses >= {"OK", "INVALID_ARGUMENT"}
-
-
-# Attacks; only ``make fuzz`` limits the latency of health checks.
-
-
-MEMORY = 400
-"""MiB by which the server may grow: its caches and arenas still fill during the few seconds of the test."""
-
-
-def test_the_verdict_names_faults() -> None:
-    bad = Tally()
-    bad.add("OK", "a")
-    bad.add("UNKNOWN", "a", "how")
-    bad.merge(bad)
-    wrong = Witness([150.0, float("inf")])
-    wrong.polite.update(["right", "wrong"])
-    rest = {"MiB": 100.0, "descriptors": 5, "threads": 7}
-    good = Verdict(Tally(), Witness([1.0, 2.0]), before=rest, after=rest, tracebacks=[], alive=True)
-    assert good.faults(100, 2) == []
-    after = {"MiB": 103.0, "descriptors": 6, "threads": 16}
-    worst = Verdict(bad, wrong, before=rest, after=after, tracebacks=["this", "that"], alive=False)
-    assert worst.faults(100, 2) == [
-        "2 UNKNOWN of a, first how",
-        "2 tracebacks in the log, first this",
-        "the server has died",
-        "1 wrong answers",
-        "2 of 2 answers to health after 100 ms or never",
-        "103.0 MiB at the end, want <= 102.0",
-        "6 descriptors at the end, want <= 5",
-        "16 threads at the end, want <= 15",
-    ]
-
-
-@pytest.mark.slow
-def test_a_server_withstands_attacks_for_a_few_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    environment = without_torch(tmp_path)
-    lines: list[str] = []
-    verdict_ = asyncio.run(
-        fuzz(4.0, "slow", list(ATTACKS), processes=0, settle=2.0, environment=environment, log=lines.append)
-    )
-    with capsys.disabled():
-        print("", *lines, verdict_.report(), sep="\n")
-    assert replace(verdict_, after=verdict_.before).faults(float("inf"), 0.0) == []
-    assert len(lines) >= 2
-    assert verdict_.after["MiB"] < verdict_.before["MiB"] + MEMORY
-    assert verdict_.witness.polite["right"] > 0
-
-
-@pytest.mark.slow
-def test_attacks_leave_no_slot_taken() -> None:
-    wanted = {"OK", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}
-    with serving(options={"methods": None}) as server:
-        tally = asyncio.run(rounds(server.address, "slots", list(ATTACKS), time.time() + 3, 0))
-        assert tally.statuses.keys() >= wanted
-        assert tally.bad == {}
-        assert eventually(lambda: not server.taken()), server.taken()
-        assert server.metric("in_flight") == server.metric("streams") == 0

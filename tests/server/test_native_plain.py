@@ -235,10 +235,6 @@ def test_other_and_invalid_queries_are_parsed_as_messages(both: Both, raw: bytes
     assert both.plain.answer(raw) is None
 
 
-def test_a_truncated_query_is_parsed_as_a_message(both: Both) -> None:
-    assert all(isinstance(both.answers(PLAIN["ids"][:size]), FailedError) for size in range(len(PLAIN["ids"])))
-
-
 LIMITS = {"documents": 2, "segments": 4, "tokens": 20, "images": 1, "message_bytes": 1024, "response_bytes": 1024}
 OVER: dict[str, tuple[bytes, str | None]] = {
     "at all limits": (query([[Text(3), Grid(2, 3), Text(2)], [Text(9)]]), None),

@@ -273,17 +273,24 @@ def test_a_cancelled_stream_leaves_no_item_running_and_no_error_behind(
     assert caplog.records == []
 
 
-def test_an_idle_stream_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "IDLE_SECONDS", 0.2)
-    more = threading.Event()
+IDLE = "stream: no item arrived for 0.5 s; open a new stream"
+STOPS = "the server is about to stop: send unanswered items in a new stream"
+
+
+@pytest.mark.parametrize("reason", [IDLE, STOPS])
+def test_a_stream_that_waits_for_an_item_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    monkeypatch.setattr(arrivals, "RECEIVE_SECONDS", 0.1)  # of the first item alone
+    monkeypatch.setattr(arrivals, "IDLE_SECONDS", 0.5 if reason == IDLE else 600)
+    server, more = serve(), threading.Event()
 
     def one() -> Iterator[pb.StreamPlaceRequest]:
         yield from items("echo 1")
         more.wait(300)
 
-    call = serve().stream(one())
+    call = server.stream(one())
     next(call)
-    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", "stream: no item arrived for 0.2 s; open a new stream")
+    server.server.arrivals.draining = reason == STOPS
+    assert refusal(lambda: next(call))[:2] == ("UNAVAILABLE", reason)
     more.set()
 
 

@@ -1,14 +1,13 @@
-"""Test health and reflection from bytes to bytes, and why health is not grpcio-health-checking's."""
+"""Test health and reflection from bytes to bytes."""
 
 from __future__ import annotations
 
 import asyncio
-from importlib import metadata
 from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from mmpos.errors import InvalidInputError
@@ -52,28 +51,6 @@ def test_watchers_see_the_stop_and_end_and_one_that_leaves_takes_no_other_along(
         return [*await asyncio.gather(*watches), await seen(NAME)]
 
     assert asyncio.run(run()) == [[SERVING, STOPPED], [SERVING, STOPPED], [UNKNOWN], [STOPPED]]
-
-
-# Versions of the library without this fault need protobuf 7; use its servicer when 6 is no longer allowed.
-@pytest.mark.xfail(metadata.version("grpcio-health-checking") < "1.82", reason="fault", strict=True)
-def test_a_watcher_that_leaves_grpcios_servicer_takes_no_other_along() -> None:
-    async def run() -> list[int]:
-        servicer, seen = health.aio.HealthServicer(), list[int]()
-
-        class Context:
-            async def write(self, answer: health_pb2.HealthCheckResponse) -> None:
-                seen.append(answer.status)
-
-        watches = [asyncio.create_task(servicer.Watch(health_pb2.HealthCheckRequest(), Context())) for _ in range(2)]
-        await asyncio.sleep(0)
-        watches[1].cancel()
-        await asyncio.wait(watches[1:])
-        await servicer.enter_graceful_shutdown()
-        await asyncio.wait(watches[:1], timeout=0.1)
-        watches[0].cancel()
-        return seen
-
-    assert asyncio.run(run()) == [1, 1, 2]
 
 
 def test_reflection_lists_the_services_and_describes_them() -> None:

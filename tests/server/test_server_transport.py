@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import grpc
 import pytest
 from grpc_calls import Stream, ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -109,9 +110,8 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
         assert connection.ended(watch) == ("OK", message(b"\x08\x01") + message(b"\x08\x02"))  # it stops serving
 
 
-@pytest.mark.parametrize("half", [b"", message(b"half", 1000)])
-@pytest.mark.parametrize("path", [PLACE, CHECK])
-def test_half_requests_keep_no_other_client_waiting(serve: Serve, half: bytes, path: str) -> None:
+@pytest.mark.parametrize(("path", "half"), [(PLACE, message(b"half", 1000)), (CHECK, b"")])
+def test_half_requests_keep_no_other_client_waiting(serve: Serve, path: str, half: bytes) -> None:
     server = serve(streams_per_connection=300)
     with Connection(server.address) as connection, Connection(server.address, source="127.0.0.2") as other:
         streams = [connection.call(path) for _ in range(260)]
@@ -225,12 +225,21 @@ def test_health_is_answered_while_every_place_is_taken_and_calls_are_refused(ser
     server = serve()
     for places in (server.server.arrivals.messages, server.server.arrivals.streams, server.server.arrivals.work):
         places.add("other", places.limit)
+    server.server._pulse._last = server.server._pulse._before = 60.0
+    assert eventually(lambda: server.server.arrivals.lag == 60.0)
+    server.place(query("echo 1"))  # refused above the bound, not at it
     server.server._pulse._last = server.server._pulse._before = 61.0
-    assert eventually(lambda: server.server.arrivals.lag > 60.0)
+    assert eventually(lambda: server.server.arrivals.lag == 61.0)
     health = health_pb2_grpc.HealthStub(server.channel)
     assert health.Check(health_pb2.HealthCheckRequest(), timeout=300).status == 1
-    status, details = ending(lambda: server.place(query("echo 1")))
-    assert (status, details.partition(":")[0]) == ("RESOURCE_EXHAUSTED", "overload")
+    with pytest.raises(grpc.RpcError) as refused:
+        server.place(query("echo 1"))
+    error: Any = refused.value
+    assert (error.code().name, error.details()) == (
+        "RESOURCE_EXHAUSTED",
+        "overload: a call takes 61000 ms, want at most 60000",
+    )
+    assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "122000"
     assert server.metric("refused_total", method="Place", reason="overload") == 1
 
 

@@ -1,4 +1,4 @@
-// A client that shares only the .proto files with mmpos: node client.js ADDRESS PROTO GOLDEN IMAGE
+// A client that shares only the .proto files with mmpos: node client.js ADDRESS PROTO GOLDEN
 // prints the server's answers as JSON, and the cases of the golden file whose answers were wrong.
 "use strict";
 
@@ -7,9 +7,9 @@ const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 const { expand } = require("./table.js");
 
-const [address, protoFolder, goldenFile, imageFile] = process.argv.slice(2);
+const [address, protoFolder, goldenFile] = process.argv.slice(2);
 
-const files = ["info", "positions", "sequences"].map((name) => `mmpos/rpc/v1/${name}.proto`);
+const files = ["info", "positions"].map((name) => `mmpos/rpc/v1/${name}.proto`);
 const options = { includeDirs: [protoFolder], keepCase: true, longs: String, enums: String, oneofs: true, defaults: true };
 const { v1 } = grpc.loadPackageDefinition(loader.loadSync(files, options)).mmpos.rpc;
 
@@ -91,25 +91,6 @@ async function batches(client) {
   return { ids: answers.map((answer) => answer.id), right: right.length, errors };
 }
 
-async function sequences(client) {
-  const parts = [{ text: "A cup: " }, { image: fs.readFileSync(imageFile) }, { text: " é" }];
-  const documents = [{ parts }, { parts: [{ grid: { height: 0, width: 2 } }] }, { parts: [{ grid: { height: 2, width: 3 } }] }];
-  const answer = await call(client, "Build", { query: { documents, scheme: { name: "rope-tie" } } });
-  return answer.sequences.results.map((result) => {
-    if (result.outcome === "error") return { error: result.error };
-    const sequence = result.sequence;
-    const input_ids = new Int32Array(new Uint8Array(sequence.input_ids.data).buffer);
-    return {
-      input_ids: Array.from(input_ids),
-      position_ids: expand(sequence.positions.table).map((axis) => axis.map(Number)),
-      next_positions: sequence.positions.next_positions.map(Number),
-      grid_thw: sequence.grid_thw.map(Number),
-      image_spans: sequence.image_spans.map(Number),
-      image_hashes: sequence.image_hashes,
-    };
-  });
-}
-
 // Return the code and the message of an invalid call.
 async function refusal(client) {
   const zero = { kind: ["SEGMENT_KIND_GRID"], height: [0], width: [2], segments_per_document: [1] };
@@ -121,17 +102,16 @@ async function refusal(client) {
 }
 
 async function main() {
-  const [info, positions, texts] = [v1.InfoService, v1.PositionService, v1.SequenceService].map(connect);
+  const [info, positions] = [v1.InfoService, v1.PositionService].map(connect);
   const server = await call(info, "GetInfo", {});
   const summary = {
     version: server.version,
     schemes: server.schemes.map((scheme) => scheme.name),
     golden: await golden(positions),
     stream: await batches(positions),
-    sequences: await sequences(texts),
     refusal: await refusal(positions),
   };
-  [info, positions, texts].forEach((client) => client.close());
+  [info, positions].forEach((client) => client.close());
   console.log(JSON.stringify(summary));
 }
 

@@ -93,10 +93,9 @@ def test_serving_engines_differ_only_in_the_scheme(model: str, scheme: Any) -> N
 @complete
 def test_model_names_match_those_of_transformers() -> None:
     assert model_names.names() == json.loads(model_names.GOLDEN.read_text(encoding="utf-8"))
-    assert (
-        "| Qwen2.5-VL | Qwen2.5-VL-7B-Instruct | `qwen2_5_vl` | `mrope-transformers`; serving: `mrope-qwen2.5` |"
-        in fill_tables.names()
-    )
+    names = fill_tables.names()
+    assert "- **`mrope-transformers`; serving: `mrope-qwen2.5`**: `qwen2_5_vl`" in names
+    assert "`qwen2_5_vl` (Qwen2.5-VL-7B-Instruct)" in names
 
 
 @complete
@@ -434,6 +433,19 @@ def test_images_to_generate_are_placed_last_grid_first_before_an_end_marker() ->
     segments = generated([3], [1, 1, 1], [1, 2, 3], [1, 4, 5])
     assert segments.extents.T.tolist() == [[1, 4, 5], [1, 2, 3], [1, 1, 1]]
     assert segments.kind.tolist() == [1, 1, 0]
+
+
+def test_grids_of_images_to_generate_are_not_those_of_the_prompt() -> None:
+    """Complete images are counted by their end markers, which do not count as padding."""
+    settings = settings_of("glm_image")
+    assert settings.image_markers is not None
+    (begin, end), patch = settings.image_markers, settings.placeholders.image
+    rows = [[begin, patch, patch, end, TEXT, begin, end], [end, begin, patch, TEXT, TEXT, begin, TEXT]]
+    grids = [[1, 1, 2], [1, 4, 5], [1, 1, 1], [1, 2, 3]]
+    mask = [[1] * 6 + [0], [1] * 7]
+    segments = settings.segments(rows, grids, attention_mask=mask, images_per_sample=[2, 2])
+    assert segments.lengths.tolist() == [1, 2, 3, 2, 1, 4]
+    assert segments.kind.tolist() == [0, 1, 0] * 2
 
 
 NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"

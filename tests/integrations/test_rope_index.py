@@ -6,7 +6,9 @@ import copy
 import inspect
 import json
 import pickle
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -266,8 +268,13 @@ def test_ends_of_rows_are_one_more_column_of_every_frame() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_grids_without_width_are_refused_as_they_were_passed(dtype: torch.dtype) -> None:
     arguments = arguments_of([[TEXT, *[IMAGE] * 2]])
-    with pytest.raises(InvalidInputError, match=r"^image_grid_thw\[0\]: got \(1, 4, 1\), want at least \(1, 2, 2\)"):
-        HY4(**arguments, image_grid_thw=torch.tensor([[1, 4, 1]], dtype=dtype))
+    for function, grid, least in (
+        (HY4, (1, 4, 1), (1, 2, 2)),
+        (replace(HY4, spatial_merge_size=1), (1, 2, 0), (1,) * 3),
+    ):
+        message = re.escape(f"image_grid_thw[0]: got {grid}, want at least {least}")
+        with pytest.raises(InvalidInputError, match=f"^{message}"):
+            function(**arguments, image_grid_thw=torch.tensor([grid], dtype=dtype))
 
 
 def test_masked_patches_do_not_consume_a_grid() -> None:

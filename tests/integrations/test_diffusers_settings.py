@@ -37,7 +37,7 @@ INTERPOLATED = 8
 
 def documents(peer: Peer, name: str, count: int) -> list[Document]:
     draw = random.Random(0)
-    result = []
+    result: list[Document] = []
     for _ in range(count):
         images = 2 if peer.images < 0 else draw.randint(1, peer.images)
         # ChronoEdit places the second of exactly two frames elsewhere.

@@ -438,8 +438,7 @@ def test_images_to_generate_are_placed_last_grid_first_before_an_end_marker() ->
 def test_grids_of_images_to_generate_are_not_those_of_the_prompt() -> None:
     """Complete images are counted by their end markers, which do not count as padding."""
     settings = settings_of("glm_image")
-    assert settings.image_markers is not None
-    (begin, end), patch = settings.image_markers, settings.placeholders.image
+    (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
     rows = [[begin, patch, patch, end, TEXT, begin, end], [end, begin, patch, TEXT, TEXT, begin, TEXT]]
     grids = [[1, 1, 2], [1, 4, 5], [1, 1, 1], [1, 2, 3]]
     mask = [[1] * 6 + [0], [1] * 7]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,7 @@ MAX_AXES = 256
 """Largest number of position axes."""
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
+_Kind: TypeAlias = tuple[float, int, Scaling | None]
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Rotary:
     """Whether pair j has the j-th frequency of a single ladder."""
     attention_factor: float = field(init=False, repr=False, compare=False)
     """Factor by which cos and sin are multiplied; 1.0 except for YaRN and LongRoPE."""
+    _layout: PairLayout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._set("head_dim", even("head_dim", self.head_dim, maximum=MAX_HEAD_DIM))
@@ -129,11 +131,17 @@ class Rotary:
         one_of("pairing", self.pairing, ("half", "adjacent"))
         one_of("precision", self.precision, ("exact", "hf"))
         self._check_allocation()
-        self._check_frequencies()
-        self._set("attention_factor", self._check_attention())
+        self._check_theta_and_scaling()
+        kinds, rungs = self._kinds, self._layout.rung
+        if self.inv_freq is not None:
+            self._check_inv_freq(self.inv_freq)
+        if self.length is not None:
+            length = integer("length", self.length, minimum=1)
+            lengths = [scaling.effective_length(length) for *_, scaling in kinds if scaling is not None]
+            self._set("length", max((each for each in lengths if each is not None), default=None))
         self._set("text", json.dumps(self.to_dict()))
-        one_ladder = len(set(self._kinds)) == 1 and self.kv_heads is None
-        self._set("shares_ladder", one_ladder and self._layout.rung == tuple(range(self.num_pairs)))
+        one_ladder = len(set(kinds)) == 1 and self.kv_heads is None
+        self._set("shares_ladder", one_ladder and rungs == tuple(range(len(rungs))))
 
     def __hash__(self) -> int:
         return hash(self.text)  # a string keeps its hash
@@ -168,17 +176,14 @@ class Rotary:
         """Return the exact arguments as a JSON object."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        scaling = [None if each is None else each.to_dict() for each in self.scalings]
-        return {**listed, "scaling": scaling if isinstance(self.scaling, tuple) else scaling[0]}
+        scaling: Any = self.scaling
+        if isinstance(scaling, tuple):
+            return {**listed, "scaling": [None if each is None else each.to_dict() for each in scaling]}
+        return {**listed, "scaling": None if scaling is None else scaling.to_dict()}
 
     def for_length(self, length: int) -> Rotary:
         """Return a copy with length-dependent scaling for ids below length (the next position, not a token count)."""
         return replace(self, length=integer("length", length, minimum=1))
-
-    @property
-    def scalings(self) -> tuple[Scaling | None, ...]:
-        """(axes,) scaling of each axis's ladder, or None."""
-        return self.scaling if isinstance(self.scaling, tuple) else (self.scaling,) * self.axes  # type: ignore[return-value]
 
     @property
     def num_pairs(self) -> int:
@@ -247,22 +252,9 @@ class Rotary:
         """
         return self._by_head(np.array(self._pairs(Float32(power)), np.float32))
 
-    @property
-    def _pairs_laid_out(self) -> int:
-        return self.num_pairs * (self.kv_heads or 1)
-
     def _by_head(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
         """Reshape per-pair values to (kv_heads, pairs) if kv_heads is set."""
         return values.reshape(-1 if self.kv_heads is None else (self.kv_heads, self.num_pairs))
-
-    @cached_property
-    def _layout(self) -> PairLayout:
-        section, channels = self.mrope_section, self.axes_dim
-        return allocate(self.allocation, self.axes, self._pairs_laid_out, section, channels, self.head_axes)
-
-    @property
-    def _thetas(self) -> tuple[float, ...]:
-        return (self.theta,) * self.axes if isinstance(self.theta, float) else tuple(self.theta)
 
     def _pairs(self, arithmetic: Arithmetic) -> list[Number]:
         layout, kinds = self._layout, self._kinds
@@ -275,9 +267,12 @@ class Rotary:
         return [0 * value if axis == STILL else value for axis, value in zip(layout.axis, values, strict=True)]
 
     @property
-    def _kinds(self) -> tuple[tuple[float, int, Scaling | None], ...]:
+    def _kinds(self) -> tuple[_Kind, ...]:
         """(axes,) theta, channels and scaling of each axis's ladder."""
-        return tuple(zip(self._thetas, (2 * rungs for rungs in self._layout.rungs), self.scalings, strict=True))
+        theta, scaling = self.theta, self.scaling
+        thetas = (theta,) * self.axes if isinstance(theta, float) else theta
+        scalings = scaling if isinstance(scaling, tuple) else (scaling,) * self.axes
+        return tuple(zip(thetas, (2 * rungs for rungs in self._layout.rungs), scalings, strict=True))
 
     def _ladder(self, arithmetic: Arithmetic, theta: float, dim: int, scaling: Scaling | None) -> Number:
         if scaling is None:
@@ -301,11 +296,14 @@ class Rotary:
             self._set("head_axes", integers("head_axes", self.head_axes, minimum=STILL))
         if self.kv_heads is not None:
             self._check_kv_heads(self.kv_heads)
-        layout = self.allocation, self.mrope_section, self.axes_dim, self.head_axes
-        axes = default_axes(*layout) if self.axes is None else self.axes
+        axes: int | None = self.axes
+        if axes is None:
+            axes = default_axes(self.allocation, self.mrope_section, self.axes_dim, self.head_axes)
         self._set("axes", integer("axes", axes, minimum=1, maximum=MAX_AXES))
-        equal_sizes = len(set(self._layout.rungs)) == 1  # _layout raises if the arguments do not match
-        if equal_sizes and isinstance(self.allocation, str):
+        pairs = self.rotary_dim // 2 * (self.kv_heads or 1)
+        layout = allocate(self.allocation, self.axes, pairs, self.mrope_section, self.axes_dim, self.head_axes)
+        self._set("_layout", layout)
+        if len(set(layout.rungs)) == 1 and isinstance(self.allocation, str):
             self._set("axes_dim", None)
 
     def _check_kv_heads(self, kv_heads: int) -> None:
@@ -318,24 +316,15 @@ class Rotary:
                 f"kv_heads: got {kv_heads} of {self.rotary_dim} channels, want <= {MAX_HEAD_DIM} channels in total"
             )
 
-    def _check_frequencies(self) -> None:
+    def _check_theta_and_scaling(self) -> None:
+        """Replace equal values for all axes by one, and set the attention factor, which must be the same for all."""
         one = isinstance(self.theta, str | bytes) or not isinstance(self.theta, Sequence | np.ndarray)
-        self._set("theta", finite("theta", self.theta, minimum=1) if one else numbers("theta", self.theta, 1))
-        if len(self._thetas) != self.axes:
-            raise InvalidInputError(f"theta: got {len(self._thetas)} bases, want one, or {self.axes}, one per axis")
-        if len(set(self._thetas)) == 1:
-            self._set("theta", self._thetas[0])
+        thetas = (finite("theta", self.theta, minimum=1),) if one else numbers("theta", self.theta, 1)
+        if not one and len(thetas) != self.axes:
+            raise InvalidInputError(f"theta: got {len(thetas)} bases, want one, or {self.axes}, one per axis")
+        self._set("theta", thetas[0] if len(set(thetas)) == 1 else thetas)
         if self.head_axes is not None and not isinstance(self.theta, float):
             raise InvalidInputError(f"theta: got {self.theta}, want a single base for allocation 'heads'")
-        self._check_scaling()
-        if self.inv_freq is not None:
-            self._check_inv_freq(self.inv_freq)
-        if self.length is not None:
-            length = integer("length", self.length, minimum=1)
-            lengths = [scaling.effective_length(length) for scaling in self.scalings if scaling is not None]
-            self._set("length", max((each for each in lengths if each is not None), default=None))
-
-    def _check_scaling(self) -> None:
         if isinstance(self.scaling, list | tuple):
             if len(self.scaling) != self.axes:
                 got = f"{len(self.scaling)} scalings"
@@ -346,32 +335,26 @@ class Rotary:
             raise InvalidInputError(
                 f"scaling: got {self.scaling}, want one for allocation 'heads', the same for all axes, or None"
             )
-        for (theta, dim, scaling), name in zip(self._kinds, self._named("scaling"), strict=True):
-            if scaling is None:
-                continue
-            if not isinstance(scaling, Scaling):
+        factors = []
+        for axis, (theta, dim, scaling) in enumerate(self._kinds):
+            name = f"scaling[{axis}]" if isinstance(self.scaling, tuple) else "scaling"
+            if not isinstance(scaling, Scaling | None):
                 raise InvalidInputError(f"{name}: got {scaling!r}, want a Scaling such as Linear(2.0), or None")
-            scaling.check(theta, dim)
-
-    def _check_attention(self) -> float:
-        """Return the attention factor, which must be the same for all axes."""
-        factors = [1.0 if each is None else each.scaled_attention() for each in self.scalings]
-        for factor, name in zip(factors, self._named("scaling"), strict=True):
-            if factor != factors[0]:
-                raise InvalidInputError(f"{name}: got attention factor {factor}, want {factors[0]} as in scaling[0]")
-        return factors[0]
-
-    def _named(self, field: str) -> list[str]:
-        """Return the name of a field for each axis, as error messages show it."""
-        per_axis = isinstance(getattr(self, field), tuple)
-        return [f"{field}[{axis}]" if per_axis else field for axis in range(self.axes)]
+            if scaling is not None:
+                scaling.check(theta, dim)
+            factors.append(1.0 if scaling is None else scaling.scaled_attention())
+            if factors[-1] != factors[0]:
+                raise InvalidInputError(
+                    f"{name}: got attention factor {factors[-1]}, want {factors[0]} as in scaling[0]"
+                )
+        self._set("attention_factor", factors[0])
 
     def _check_inv_freq(self, inv_freq: Sequence[float]) -> None:
         if self.scaling is not None or self.theta != DEFAULT_THETA:
             raise InvalidInputError("inv_freq cannot be combined with theta or scaling")
         values = numbers("inv_freq", inv_freq, -MAX_INV_FREQ)
-        if len(values) != self._pairs_laid_out:
-            raise InvalidInputError(f"inv_freq: got {len(values)} numbers, want {self._pairs_laid_out}, one per pair")
+        if len(values) != (pairs := len(self._layout.axis)):
+            raise InvalidInputError(f"inv_freq: got {len(values)} numbers, want {pairs}, one per pair")
         if max(values) > MAX_INV_FREQ:
             raise InvalidInputError(f"inv_freq: got {max(values)}, want <= {MAX_INV_FREQ:g}")
         self._set("inv_freq", values)

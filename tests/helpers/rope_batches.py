@@ -19,9 +19,7 @@ from layouts import FRAME_RATES, padded, random_layout
 from model_configs import ARGUMENTS, CONFIGS, TEXT, XDROPE, config_of
 from torch import Tensor
 
-import mmpos
 from mmpos.integrations.hf import rope_index
-from mmpos.integrations.models import ModelSettings
 
 LIKE = {
     **dict.fromkeys(("ernie4_5_vl_moe", "paddleocr_vl", "qwen2_vl"), "qwen2_vl"),
@@ -55,19 +53,15 @@ class Request:
     """One call, and the functions on both sides.
 
     Args:
-        ours: our function for the call's config; None for PLACED.
+        ours: our function for the call's config.
         theirs: the model's method, with the same config but without weights.
         arguments: arguments for both functions.
-        settings: arguments of ``ModelSettings.segments`` for the same batch, if a processor can produce it.
-        model: the model settings.
         needed: arguments that only the model's method requires.
     """
 
-    ours: Callable[..., Any] | None
+    ours: Callable[..., Any]
     theirs: Callable[..., Any]
     arguments: dict[str, Any]
-    settings: dict[str, Any] | None = None
-    model: ModelSettings | None = None
     needed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,20 +85,14 @@ def kind_of(model: str) -> Any:
     return kind
 
 
-def unbound(model: str, config: Any) -> tuple[Any, Any]:
-    """Return a model's class with get_rope_index, and an object that has the class's helper methods but no weights."""
+def method_of(model: str, config: Any) -> Callable[..., Any]:
+    """Return a model's get_rope_index, bound to an object with a config and the class's helpers but without weights."""
     kind, model_object = kind_of(model), SimpleNamespace(config=config, spatial_merge_size=2)
     helpers = ("get_vision_position_ids", "_group_visual_frames", "_frame_end_idx", "get_chunked_index")
     for name in (*helpers, "get_llm_pos_ids_for_vision"):
         if hasattr(kind, name):
             static = any(isinstance(vars(base).get(name), staticmethod) for base in kind.__mro__)
             setattr(model_object, name, getattr(kind, name) if static else getattr(kind, name).__get__(model_object))
-    return kind, model_object
-
-
-def method_of(model: str, config: Any) -> Callable[..., Any]:
-    """Return a model's get_rope_index with a config but without weights."""
-    kind, model_object = unbound(model, config)
     bound: Callable[..., Any] = kind.get_rope_index.__get__(model_object)
     return bound
 
@@ -116,16 +104,14 @@ def batch_of(random: Random, rows: list[list[int]]) -> tuple[Tensor, Array]:
     return padded(rows, side, fill, width), padded([[1] * len(row) for row in rows], side, 0, width).bool().numpy()
 
 
-def mask_of(random: Random, real: Array, kinds: Array) -> tuple[Tensor, bool]:
-    """Draw a mask of any dtype, and return whether it has holes; a hole only follows a text token that is kept."""
+def mask_of(random: Random, real: Array, kinds: Array) -> Tensor:
+    """Draw a mask of any dtype, sometimes with holes; a hole only follows a text token that is kept."""
     mask, kept = torch.from_numpy(real.astype(np.int64)), (real != 0) & (kinds == 0)
     rows, tokens = np.nonzero(kept[:, 2::2] & kept[:, 1:-1:2])
-    holes = list(zip(rows.tolist(), (2 + 2 * tokens).tolist(), strict=True))
-    chosen = [hole for hole in holes if random.random() < 0.3] if random.random() < 0.3 else []
-    for row, token in chosen:
-        mask[row, token] = 0
-    dtype = random.choice([torch.int64, torch.int32, torch.bool, torch.float32])
-    return mask.to(dtype), bool(chosen)
+    if random.random() < 0.3:
+        for row, token in zip(rows.tolist(), (2 + 2 * tokens).tolist(), strict=True):
+            mask[row, token] = int(random.random() >= 0.3)
+    return mask.to(random.choice([torch.int64, torch.int32, torch.bool, torch.float32]))
 
 
 def text_of(random: Random, most: int) -> list[int]:
@@ -167,7 +153,7 @@ def like_qwen(random: Random, model: str) -> Request:
         "mm_token_type_ids": any_integers(random, layout.kinds),
     }
     if layout.attention_mask is not None or random.random() < 0.3:
-        arguments["attention_mask"], _ = mask_of(random, layout.real, layout.kinds)
+        arguments["attention_mask"] = mask_of(random, layout.real, layout.kinds)
     elif random.random() < 0.3:  # the method accepts int32 only without a mask
         arguments["input_ids"] = arguments["input_ids"].int()
     if random.random() < 0.2:  # an image without tokens, whose grid may or may not have an area
@@ -191,17 +177,16 @@ def like_qwen(random: Random, model: str) -> Request:
 
 
 @cache
-def hunyuan(axes: int) -> tuple[Any, ModelSettings]:
-    """Return a config with this number of axes, 16 pairs on each and the rest on the first, and its settings."""
+def hunyuan(axes: int) -> Any:
+    """Return a config with this number of axes, 16 pairs on each and the rest on the first."""
     rope = {**XDROPE["rope_parameters"], "xdrope_section": [64 - 16 * (axes - 1), *[16] * (axes - 1)]}
     text = ARGUMENTS["hunyuan_vl"]["text_config"] | {"rope_parameters": rope}
-    config = CONFIGS["hunyuan_vl"](text_config=deepcopy(text))
-    return config, mmpos.from_hf_config(config)
+    return CONFIGS["hunyuan_vl"](text_config=deepcopy(text))
 
 
-def _hunyuan_row(random: Random, settings: ModelSettings, images: list[list[int]]) -> list[int]:
+def _hunyuan_row(random: Random, images: list[list[int]]) -> list[int]:
     """Draw text and marked images whose rows end with a token, mostly with one more token before and after them."""
-    (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
+    begin, end, patch = 120118, 120119, 120120
     row = [TEXT, *text_of(random, 5)]
     for _ in range(random.choice([0, 1, 1, 2, 3])):
         height, width = random.randint(1, 5), random.randint(1, 5)
@@ -212,30 +197,23 @@ def _hunyuan_row(random: Random, settings: ModelSettings, images: list[list[int]
 
 def like_hunyuan(random: Random, model: str) -> Request:
     """Draw rows with images of any size, padded and masked with holes, in any dtype."""
-    config, settings = hunyuan(random.choice([3, 4, 4, 5]))
+    config = hunyuan(random.choice([3, 4, 4, 5]))
     images: list[list[int]] = []
-    ids, real = batch_of(random, [_hunyuan_row(random, settings, images) for _ in range(random.randint(1, 4))])
-    kinds = ((ids.numpy() == settings.placeholders.image) & real).astype(np.int64)
+    ids, real = batch_of(random, [_hunyuan_row(random, images) for _ in range(random.randint(1, 4))])
+    kinds = ((ids.numpy() == 120120) & real).astype(np.int64)
     types = kinds.copy()
-    types[(kinds == 0) & (np.arange(kinds.size).reshape(kinds.shape) % 7 == random.randrange(9))] = (
-        2  # type 2 counts as text
-    )
+    sevenths = np.arange(kinds.size).reshape(kinds.shape) % 7 == random.randrange(9)
+    types[(kinds == 0) & sevenths] = 2  # type 2 counts as text
     arguments: dict[str, Any] = {
         "input_ids": ids.to(random.choice([torch.int64, torch.int32])),
         "mm_token_type_ids": any_integers(random, types),
     }
-    holes = False
     if not real.all() or random.random() < 0.3:
-        arguments["attention_mask"], holes = mask_of(random, real, types)
-    clean = not holes
+        arguments["attention_mask"] = mask_of(random, real, types)
     if images and random.random() < 0.9:
         more = [[random.randrange(3), random.randrange(2), random.randrange(2)] for _ in images]
         arguments["image_grid_thw"] = torch.tensor(images) + torch.tensor(more)
-    elif images:
-        clean = False
-    settings_arguments = {"input_ids": ids, "image_grid_thw": images or None, "attention_mask": real.astype(np.int64)}
-    theirs = method_of(model, config)
-    return Request(rope_index(config), theirs, arguments, settings_arguments if clean else None, settings)
+    return Request(rope_index(config), method_of(model, config), arguments)
 
 
 # Hy4.
@@ -254,71 +232,19 @@ def _hy4_row(random: Random, grids: dict[int, list[list[int]]]) -> list[int]:
 
 def like_hy4(random: Random, model: str) -> Request:
     """Draw rows with images and videos of any size, padded and masked with holes; sometimes with one more grid."""
-    config, settings = with_settings(model)
     grids: dict[int, list[list[int]]] = {IMAGE_HY4: [], VIDEO_HY4: []}
     ids, real = batch_of(random, [_hy4_row(random, grids) for _ in range(random.randint(1, 4))])
     kinds = sum((ids.numpy() == token) * real * kind for kind, token in enumerate(grids, 1))
     arguments: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": any_integers(random, np.asarray(kinds))}
-    holes = False
     if not real.all() or random.random() < 0.3:
-        arguments["attention_mask"], holes = mask_of(random, real, np.asarray(kinds))
-    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
+        arguments["attention_mask"] = mask_of(random, real, np.asarray(kinds))
     for name, own in zip(("image_grid_thw", "video_grid_thw"), grids.values(), strict=True):
-        settings_arguments[name] = own or None
         odd = [[0, random.randrange(2), random.randrange(2)] for _ in own]
         more = [[1, 6, 6]] if random.random() < 0.2 else []
         every = torch.tensor([*(np.array(own) + odd).tolist(), *more]) if own else torch.tensor(more)
         arguments[name] = every if len(every) else None
-    theirs = method_of(model, config)
-    return Request(rope_index(config), theirs, arguments, None if holes else settings_arguments, settings)
-
-
-# GLM-Image.
-
-
-def _glm_image_row(random: Random, settings: ModelSettings, grids: list[list[int]]) -> tuple[list[int], int]:
-    """Draw a prompt with marked images and a marker that begins the image to generate, and count the prompt's grids."""
-    (begin, end), patch = settings.image_markers or (0, 0), settings.placeholders.image or 0
-    row = [TEXT, *text_of(random, 5)]
-    sources, targets = random.choice([0, 0, 1, 2]), random.choice([0, 1, 2, 2, 3])
-    for _ in range(sources):
-        height, width = random.randint(1, 5), random.randint(1, 5)
-        grids.append([1, height, width])
-        row += [begin, *[patch] * (height * width), end, *text_of(random, 4)]
-    grids += [[1, random.randint(1, 6), random.randint(1, 6)] for _ in range(targets)]
-    return [*row, TEXT, begin], sources + targets
-
-
-@cache
-def with_settings(model: str) -> tuple[Any, ModelSettings]:
-    """Return a config and its settings; Qwen Omni receives the marker for which its class has no default."""
     config = config_of(model)
-    if model in OMNI:
-        config.thinker_config.vision_start_token_id = VISION
-    if model == "qwen3_omni_moe":
-        config.thinker_config.position_id_per_seconds = 13
-    return config, mmpos.from_hf_config(config)
-
-
-def like_glm_image(random: Random, model: str) -> Request:
-    """Draw padded rows with images, complete or to generate."""
-    config, settings = with_settings(model)
-    grids: list[list[int]] = []
-    rows = [_glm_image_row(random, settings, grids) for _ in range(random.randint(1, 4))]
-    ids, real = batch_of(random, [row for row, _ in rows])
-    counts, mask = [count for _, count in rows], real.astype(np.int64)
-    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.from_numpy(mask)}
-    if grids:
-        arguments |= {"image_grid_thw": torch.tensor(grids), "images_per_sample": torch.tensor(counts)}
-    kind, stand_in = unbound(model, config)
-
-    def theirs(**arguments: Any) -> Any:
-        ids = kind.get_rope_index(stand_in, **arguments)
-        return ids, stand_in._cached_decode_position_ids
-
-    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "images_per_sample": counts}
-    settings_arguments["image_grid_thw"] = grids or None
-    return Request(None, theirs, arguments, settings_arguments, settings)
+    return Request(rope_index(config), method_of(model, config), arguments)
 
 
 # Qwen Omni.
@@ -326,6 +252,16 @@ def like_glm_image(random: Random, model: str) -> Request:
 VISION, VISION_END, SOUND, SOUND_END = 151652, 151653, 151647, 151648
 IMAGE, VIDEO, AUDIO = 151655, 151656, 151646
 SECONDS = [*(Fraction(2, fps) for fps in (1, 2, 3, 4, 5, 8)), Fraction(5), Fraction(9)]
+
+
+@cache
+def omni_config(model: str) -> Any:
+    """Return a config with the marker for which the class has no default."""
+    config = config_of(model)
+    config.thinker_config.vision_start_token_id = VISION
+    if model == "qwen3_omni_moe":
+        config.thinker_config.position_id_per_seconds = 13
+    return config
 
 
 def audio_tokens(model: str, features: int) -> int:
@@ -343,14 +279,11 @@ class _Prompts:
     rows: list[list[int]] = field(default_factory=list)
     images: list[tuple[int, int, int]] = field(default_factory=list)
     videos: list[tuple[int, int, int]] = field(default_factory=list)
-    seconds: list[Fraction] = field(default_factory=list)
     features: list[int] = field(default_factory=list)
-    audio: list[int] = field(default_factory=list)
 
     def sound(self, model: str, random: Random) -> list[int]:
         self.features.append(random.choice([3, 8, 20, 60, 200, 600]))
-        self.audio.append(audio_tokens(model, self.features[-1]))
-        return [AUDIO] * self.audio[-1]
+        return [AUDIO] * audio_tokens(model, self.features[-1])
 
     def part(self, model: str, random: Random, kind: str) -> list[int]:
         height, width = random.choice([(1, 1), (2, 3), (3, 2), (1, 30), (40, 1), (4, 4)])
@@ -363,7 +296,6 @@ class _Prompts:
             return [VISION, *[IMAGE] * (height * width), VISION_END]
         frames = random.randint(1, 6)
         self.videos.append((frames, 2 * height, 2 * width))
-        self.seconds.append(random.choice(SECONDS))
         patches = [VIDEO] * (frames * height * width)
         if kind == "video":
             return [VISION, *patches, VISION_END]
@@ -386,36 +318,30 @@ def _prompts(model: str, random: Random, clips: bool) -> _Prompts:
     return prompts
 
 
-def _seconds_of_frames(random: Random, video: Fraction) -> float:
-    """Draw seconds per frame: the video's, random ones, or ones near whole ids, where rounding merges two ids."""
+def _seconds_of_frames(random: Random) -> float:
+    """Draw seconds per frame: a video's, random ones, or ones near whole ids, where rounding merges two ids."""
     about = random.randint(1, 20) / 13 * (1 + random.choice([0, 1e-7, -1e-7, 3e-7]))
-    return random.choice([float(video), random.uniform(0.01, 9), about])
+    return random.choice([float(random.choice(SECONDS)), random.uniform(0.01, 9), about])
 
 
 def like_omni(random: Random, model: str) -> Request:
     """Draw rows of text, images, audio and videos with or without sound, padded and masked with holes."""
-    config, settings = with_settings(model)
-    clips, side = random.random() < 0.6, random.choice(["left", "right"])
+    config, clips, side = omni_config(model), random.random() < 0.6, random.choice(["left", "right"])
     prompts = _prompts(model, random, clips)
     ids, real = padded(prompts.rows, side), padded([[1] * len(row) for row in prompts.rows], side)
     arguments: dict[str, Any] = {"use_audio_in_video": clips}
-    settings_arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": real, "audio_lengths": prompts.audio}
-    clean = random.random() < 0.4
     for name, grids in (("image_grid_thw", prompts.images), ("video_grid_thw", prompts.videos)):
-        settings_arguments[name] = grids or None
         if grids:
             arguments[name] = torch.tensor(grids)
     if prompts.videos:
-        settings_arguments["seconds_per_frame"] = prompts.seconds
-        rates = [float(seconds) if clean else _seconds_of_frames(random, seconds) for seconds in prompts.seconds]
-        dtype = random.choice([torch.float32] if clean else [torch.float32, torch.float64, torch.bfloat16])
+        rates = [_seconds_of_frames(random) for _ in prompts.videos]
+        dtype = random.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
         arguments["second_per_grids"] = torch.tensor(rates, dtype=dtype)
     if prompts.features:
         arguments["audio_seqlens"] = torch.tensor(prompts.features)
     if not real.all() or random.random() < 0.5:
-        arguments["attention_mask"], holes = mask_of(random, real.bool().numpy(), (ids != TEXT).int().numpy())
-        clean = clean and not holes
-    if not clean and random.random() < 0.3:
+        arguments["attention_mask"] = mask_of(random, real.bool().numpy(), (ids != TEXT).int().numpy())
+    if random.random() < 0.2:
         grids = arguments.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
         arguments["image_grid_thw"] = torch.cat([grids, torch.tensor([random.choice([[1, 6, 6], [1, 1, 6]])])])
     # The method accepts other integers only without a mask.
@@ -423,15 +349,13 @@ def like_omni(random: Random, model: str) -> Request:
     needed = (
         {} if model == "qwen2_5_omni" or "attention_mask" in arguments else {"attention_mask": torch.ones_like(ids)}
     )
-    theirs = method_of(model, config.thinker_config)
-    return Request(rope_index(config), theirs, arguments, settings_arguments if clean else None, settings, needed)
+    return Request(rope_index(config), method_of(model, config.thinker_config), arguments, needed)
 
 
 FAMILIES: Mapping[str, Callable[[Random, str], Request]] = {
     **dict.fromkeys(LIKE, like_qwen),
-    "glm_image": like_glm_image,
     "hunyuan_vl": like_hunyuan,
     "hy_v4_vl": like_hy4,
     **dict.fromkeys(OMNI, like_omni),
 }
-"""The function that draws random requests of each of MODELS and PLACED."""
+"""The function that draws random requests of each of MODELS."""

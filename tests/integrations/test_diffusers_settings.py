@@ -37,10 +37,11 @@ INTERPOLATED = 8
 
 def documents(peer: Peer, name: str, count: int) -> list[Document]:
     draw = random.Random(0)
-    result = []
+    result: list[Document] = []
     for _ in range(count):
         images = 2 if peer.images < 0 else draw.randint(1, peer.images)
-        frames = [draw.randint(1, 4) if peer.frames else 1 for _ in range(images)]
+        # ChronoEdit places the second of exactly two frames elsewhere.
+        frames = [(draw.randint(1, 4) if result else 2) if peer.frames else 1 for _ in range(images)]
         sizes = [(f, draw.randint(1, 30), draw.randint(1, 30)) for f in frames]
         if name == "MiniMaxH3Transformer3DModel":
             side = draw.randint(1, 6)

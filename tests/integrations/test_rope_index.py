@@ -6,7 +6,9 @@ import copy
 import inspect
 import json
 import pickle
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 import torch
 import transformers
 from model_configs import CONFIGS, complete, config_of
-from rope_batches import FAMILIES, LIKE, MODELS, OMNI, PLACED, VISION, Request, hunyuan, kind_of, with_settings
+from rope_batches import FAMILIES, LIKE, MODELS, OMNI, PLACED, VISION, hunyuan, kind_of, omni_config
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +32,6 @@ from mmpos import InvalidInputError, MmposError, Placeholders, UnsupportedError
 from mmpos.integrations.hf import get_rope_index, install, omni_rope_index, rope_index, uninstall
 from mmpos.integrations.hf.get_rope_index import OmniRopeIndex, RopeIndex, TimedRopeIndex, XDRopeIndex
 from mmpos.integrations.models import MODEL_TYPES
-from mmpos.positions.table_rows import NEXT_POSITION
 from mmpos.support import native
 
 VECTORS = Path(__file__).parents[1] / "golden/conformance/models"
@@ -56,38 +57,6 @@ def assert_same(got: Any, want: Any, message: object = "") -> None:
         assert torch.equal(got, want), message
 
 
-def assert_settings_agree(request: Request, want: Any) -> None:
-    """Compare the table of ModelSettings with the ids of the method, ignoring padding."""
-    assert request.settings is not None
-    assert request.model is not None
-    settings, model = dict(request.settings), request.model
-    prompt = model.segments(
-        settings.pop("input_ids"), settings.pop("image_grid_thw"), settings.pop("video_grid_thw", None), **settings
-    )
-    positions, mask = model.place(prompt), np.asarray(request.settings["attention_mask"])
-    (ids, deltas), ahead = want if model.generates else (want, None)
-    got, next_positions = positions.dense().reshape(ids.shape) * mask, positions.documents[NEXT_POSITION]
-    if model.model_type == "qwen3_omni_moe":  # Transformers adds in float32
-        np.testing.assert_allclose(got, ids.numpy() * mask, rtol=1e-6, atol=1e-4)
-        ends = mask.sum(axis=1) + deltas.numpy()[:, 0]
-        fractional = next_positions == np.iinfo(np.int64).min  # a fractional end has no next position
-        assert (np.where(fractional, abs(ends - ends.round()) > 1e-2, abs(ends - next_positions) < 1e-3)).all()
-        return
-    np.testing.assert_array_equal(got, ids.numpy() * mask)
-    if not model.generates:
-        assert next_positions.tolist() == (mask.sum(axis=1) + deltas.numpy()[:, 0]).tolist()
-        assert positions.deltas.tolist() == deltas[:, 0].tolist()
-    elif ahead is not None:
-        counts = settings["images_per_sample"]
-        segments = model.generated(prompt, request.settings["image_grid_thw"] or [], counts)
-        generated = model.place(segments, start=next_positions)
-        rows = [d for d, n in enumerate(counts) if n]  # Transformers omits rows without grids
-        for theirs, d in zip(ahead, rows, strict=True):
-            ours = generated.dense()[:, slice(*generated.cu_seqlens[d : d + 2])]
-            np.testing.assert_array_equal(ours, theirs[:, : ours.shape[1]])
-            assert (theirs[:, ours.shape[1] :] == ours[:, -1:]).all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", FAMILIES)
 def test_ids_and_deltas_of_random_batches_equal_those_of_get_rope_index(model: str, batches: int) -> None:
@@ -96,10 +65,7 @@ def test_ids_and_deltas_of_random_batches_equal_those_of_get_rope_index(model: s
         request = FAMILIES[model](random, model)
         want = request.theirs(**request.needed | request.arguments)
         for _ in both_ways():
-            if request.ours is not None:
-                assert_same(request.ours(**request.arguments), want, request)
-            if request.settings is not None:
-                assert_settings_agree(request, want)
+            assert_same(request.ours(**request.arguments), want, request)
 
 
 def token_types(row: list[int], config: dict[str, Any]) -> list[int]:
@@ -170,17 +136,12 @@ OMNI_FUNCTIONS = dict(zip(OMNI, (OMNI_25, OMNI_3), strict=True))
 
 def changed(model: str, **changes: Any) -> Any:
     """Return a model's config with these values; a double underscore separates a part from its field."""
-    config = hunyuan(4)[0] if model == "hunyuan_vl" else config_of(model)
+    config = hunyuan(4) if model == "hunyuan_vl" else config_of(model)
     config = copy.deepcopy(config)
     for path, value in changes.items():
         inner, _, name = path.rpartition("__")
         setattr(getattr(config, inner) if inner else config, name, value)
     return config
-
-
-def omni_config(model: str, part: str = "") -> Any:
-    config, _ = with_settings(model)
-    return config.thinker_config if part else config
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -205,9 +166,9 @@ def test_parameters_equal_those_of_get_rope_index(model: str) -> None:
         (changed("qwen2_5_vl", vision_config__tokens_per_second=7), TimedRopeIndex(2, tokens_per_second=7)),
         (changed("hunyuan_vl", vision_config__spatial_merge_size=4), XDRopeIndex(4, 4)),
         ({"model_type": "hy_v4_vl", "vision_config": {"spatial_merge_size": 3}}, RopeIndex(3, 1, True, True)),
-        (hunyuan(5)[0], XDRopeIndex(2, 5)),
-        *((omni_config("qwen2_5_omni", part), OMNI_25) for part in ("", "_thinker")),
-        *((omni_config("qwen3_omni_moe", part), OMNI_3) for part in ("", "_thinker")),
+        (hunyuan(5), XDRopeIndex(2, 5)),
+        *((omni_config(model), function) for model, function in OMNI_FUNCTIONS.items()),
+        *((omni_config(model).thinker_config, function) for model, function in OMNI_FUNCTIONS.items()),
     ],
 )
 def test_sizes_and_tokens_are_read_from_the_config(config: Any, function: Any) -> None:
@@ -307,8 +268,13 @@ def test_ends_of_rows_are_one_more_column_of_every_frame() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_grids_without_width_are_refused_as_they_were_passed(dtype: torch.dtype) -> None:
     arguments = arguments_of([[TEXT, *[IMAGE] * 2]])
-    with pytest.raises(InvalidInputError, match=r"^image_grid_thw\[0\]: got \(1, 4, 1\), want at least \(1, 2, 2\)"):
-        HY4(**arguments, image_grid_thw=torch.tensor([[1, 4, 1]], dtype=dtype))
+    for function, grid, least in (
+        (HY4, (1, 4, 1), (1, 2, 2)),
+        (replace(HY4, spatial_merge_size=1), (1, 2, 0), (1,) * 3),
+    ):
+        message = re.escape(f"image_grid_thw[0]: got {grid}, want at least {least}")
+        with pytest.raises(InvalidInputError, match=f"^{message}"):
+            function(**arguments, image_grid_thw=torch.tensor([grid], dtype=dtype))
 
 
 def test_masked_patches_do_not_consume_a_grid() -> None:
@@ -642,7 +608,7 @@ def weightless(kind: str, config: Any) -> Any:
     ("model", "config"),
     [
         ("qwen3_vl", config_of("qwen3_vl")),
-        ("hunyuan_vl", hunyuan(4)[0]),
+        ("hunyuan_vl", hunyuan(4)),
         ("qwen2_5_omni", omni_config("qwen2_5_omni").thinker_config),
     ],
 )

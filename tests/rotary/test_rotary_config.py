@@ -85,9 +85,9 @@ def test_in_a_vector_the_pairs_of_each_axis_use_its_full_ladder_in_order() -> No
     rotary = Rotary(20, theta=[100.0, 400.0], allocation=[1, 0, 0, 1, 0, 1, 0, 0, 1, 0], axes_dim=[12, 8])
     for axis, ladder in enumerate((rows, columns)):
         assert rotary.turns[rotary.pair_axis == axis].tolist() == ladder.turns.tolist()
-    assert not rotary.shares_ladder
     in_blocks = Rotary(24, allocation=[0] * 6 + [1] * 6, axes_dim=[12, 12])
     assert in_blocks.turns.tolist() == Rotary(24, allocation="axial").turns.tolist()
+    assert not any(each.shares_ladder for each in (rotary, in_blocks))
 
 
 @pytest.mark.parametrize("options", [{}, {"scaling": YaRN(4, 2048)}, {"inv_freq": [-0.5, 3.0, 0.1, 0.2]}], ids=str)

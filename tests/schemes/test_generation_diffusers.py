@@ -1,4 +1,7 @@
-"""Ids of generation schemes equal those of diffusers' classes and pipelines for random image sizes and text lengths."""
+"""Ids of generation schemes equal those of diffusers' pipelines for random image sizes and text lengths.
+
+tests/integrations/test_diffusers_settings.py compares the schemes whose ids a transformer itself computes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from oracle import placed
 from tolerance import FREQUENCY, cos_sin, gamma
 
 from mmpos import Grid, Scheme, Text
-from mmpos.schemes import CogVideoX, Cosmos3, Flux, Ltx, Ltx2, Lumina2, MiniMaxH3, QwenImage, Wan
+from mmpos.schemes import CogVideoX, Cosmos3, Flux, Ltx, Ltx2, Lumina2, MiniMaxH3, QwenImage
 from mmpos.segments.kinds import Segment
 
 torch = pytest.importorskip("torch")
@@ -80,12 +83,6 @@ def blocks(name: str) -> Any:
 def ids(*parts: Any) -> Ids:
     """Concatenate ids of shape (tokens, axes) and return them as (axes, tokens)."""
     return np.concatenate([np.asarray(part, np.float64) for part in parts]).T
-
-
-def interleaved(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
-    """Convert the cos and sin of every channel to rotations whose pairs are adjacent channels."""
-    cos, sin = (part.double().numpy().reshape(-1, part.shape[-1])[:, ::2] for part in cos_and_sin)
-    return Rotations(cos, sin, dims, theta)
 
 
 def halves(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
@@ -166,13 +163,6 @@ def qwen_image_21(draw: random.Random) -> Drawn:
     return Drawn("qwen-image-2.1", document, complex_(rotations, [16, 56, 56]))
 
 
-def lumina2(draw: random.Random) -> Drawn:
-    (h, w), text = sizes(draw), draw.randint(1, 40)
-    rope_of = rope("lumina2", "Lumina2RotaryPosEmbed", 10000, (32, 32, 32), (300, 512, 512), 2)
-    rotations = rope_of(latents(1, 1, 2 * h, 2 * w), torch.ones(1, text, dtype=torch.long))[3]
-    return Drawn("lumina2", [Text(text), Grid(h, w)], complex_(rotations, [32, 32, 32]))
-
-
 def z_image(draw: random.Random) -> Drawn:
     of = model("z_image").ZImageTransformer2DModel
     (h, w), f, text = sizes(draw), draw.randint(1, 3), draw.randint(1, 70)
@@ -218,30 +208,6 @@ def video(draw: random.Random) -> tuple[int, int, int]:
 WAN = [44, 42, 42]
 
 
-def wan(draw: random.Random) -> Drawn:
-    f, h, w = video(draw)
-    rope_of = rope("wan", "WanRotaryPosEmbed", 128, (1, 2, 2), 1024)
-    return Drawn("wan", [Grid(h, w, frames=f)], interleaved(rope_of(latents(1, 1, f, 2 * h, 2 * w)), WAN))
-
-
-def chronoedit(draw: random.Random) -> Drawn:
-    (h, w), f = sizes(draw, 16), draw.choice([2, 2, 5])
-    rope_of = rope("chronoedit", "ChronoEditRotaryPosEmbed", 128, (1, 2, 2), 1024, 1e4, 8)
-    rotations = interleaved(rope_of(latents(1, 1, f, 2 * h, 2 * w)), WAN)
-    return Drawn(Wan(skip_length=8), [Grid(h, w, frames=f)], rotations)
-
-
-def wan_animate(draw: random.Random) -> Drawn:
-    """Rotate the reference of Wan-Animate 2 with one table per axis and the offsets in its config."""
-    f, h, w = video(draw)
-    rope_params = model("wan_animate_2").rope_params
-    tables = [rope_params(512, dim, offset=offset) for dim, offset in zip(WAN, (1, 0, w), strict=True)]
-    t, i, j = np.unravel_index(np.arange(f * h * w), (f, h, w))
-    rotations = torch.cat([table[index] for table, index in zip(tables, (t, i, j), strict=True)], dim=1)
-    grid = Grid(h, w, frames=f)
-    return Drawn(Wan(beside=True), [grid, grid], complex_(rotations, WAN), slice(f * h * w, None))
-
-
 def anyflow_far(draw: random.Random) -> Drawn:
     total, (h, w) = draw.randint(2, 6), (2 * draw.randint(1, 6), 2 * draw.randint(1, 6))
     compressed, clean = draw.randint(1, total - 1), draw.choice([None, True])
@@ -258,46 +224,6 @@ def anyflow_far(draw: random.Random) -> Drawn:
     return Drawn("anyflow-far", document, rotations)
 
 
-def hunyuan_video(draw: random.Random) -> Drawn:
-    f, h, w = video(draw)
-    name, of = draw.choice(
-        [
-            ("hunyuan_video", "HunyuanVideoRotaryPosEmbed"),
-            ("hunyuan_video15", "HunyuanVideo15RotaryPosEmbed"),
-            ("motif_video", "MotifVideoRotaryPosEmbed"),
-        ]
-    )
-    rope_of = rope(name, of, 2, 1, (16, 56, 56), 256.0)
-    rotations = interleaved(rope_of(latents(1, 1, f, 2 * h, 2 * w)), [16, 56, 56], 256)
-    return Drawn("hunyuan-video", [Grid(h, w, frames=f)], rotations)
-
-
-def hunyuan_image(draw: random.Random) -> Drawn:
-    h, w = sizes(draw)
-    rope_of = rope("hunyuanimage", "HunyuanImageRotaryPosEmbed", (1, 1), (64, 64), 256.0)
-    return Drawn("hunyuan-image", [Grid(h, w)], interleaved(rope_of(latents(1, 1, h, w)), [64, 64], 256))
-
-
-def glm_image(draw: random.Random) -> Drawn:
-    h, w = sizes(draw)
-    rope_of = rope("glm_image", "GlmImageRotaryPosEmbed", 64, 2)
-    return Drawn("hunyuan-image", [Grid(h, w)], halves(rope_of(latents(1, 1, 2 * h, 2 * w)), [32, 32]))
-
-
-def cogvideox(draw: random.Random) -> Drawn:
-    f, h, w = draw.randint(1, 4), *sizes(draw, 60)
-    embeddings = import_module("diffusers.models.embeddings")
-    crops = pipeline("cogvideo.pipeline_cogvideox").get_resize_crop_region_for_grid((h, w), 45, 30)
-    rotations = embeddings.get_3d_rotary_pos_embed(64, crops, (h, w), f)
-    return Drawn("cogvideox", [Grid(h, w, frames=f)], interleaved(rotations, [16, 24, 24]))
-
-
-def easyanimate(draw: random.Random) -> Drawn:
-    f, h, w = draw.randint(1, 4), *sizes(draw, 60)
-    rotations = rope("easyanimate", "EasyAnimateRotaryPosEmbed", 2, 64)(latents(1, 1, f, 2 * h, 2 * w))
-    return Drawn(CogVideoX(30, 45), [Grid(h, w, frames=f)], interleaved(rotations, [16, 24, 24]))
-
-
 def cogvideox_as_meant(draw: random.Random) -> Drawn:
     """Compute ids with ``np.linspace`` over diffusers' region, without the endpoint."""
     h, w = sizes(draw, 60)
@@ -307,16 +233,6 @@ def cogvideox_as_meant(draw: random.Random) -> Drawn:
     rows, columns = np.linspace(top, bottom, h, endpoint=False), np.linspace(left, right, w, endpoint=False)
     grid = np.stack(np.meshgrid([0], rows, columns, indexing="ij"), -1).reshape(-1, 3)
     return Drawn(CogVideoX(as_released=False), [Grid(h, w)], ids(grid))
-
-
-def allegro(draw: random.Random) -> Drawn:
-    f, h, w = video(draw)
-    embeddings = import_module("diffusers.models.embeddings")
-    *axes, t, i, j = embeddings.get_3d_rotary_pos_embed_allegro(96, ((0, 0), (h, w)), (h, w), f, (2.2, 2.0, 2.0))
-    index = torch.cartesian_prod(t.long(), i.long(), j.long()).reshape(-1, 3).T
-    both = [torch.cat([axis[part][at] for axis, at in zip(axes, index, strict=True)], dim=1) for part in (0, 1)]
-    cos, sin = (part.reshape(len(part), 3, 2, 16)[:, :, 0].reshape(len(part), 48).double().numpy() for part in both)
-    return Drawn("allegro", [Grid(h, w, frames=f)], Rotations(cos, sin, [32, 32, 32]))
 
 
 def ltx(draw: random.Random) -> Drawn:
@@ -393,29 +309,6 @@ def cosmos3(draw: random.Random) -> Drawn:
     return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, video_ids.T, sound_ids.T, actions.T))
 
 
-def kandinsky(draw: random.Random) -> Drawn:
-    f, h, w = video(draw)
-    places, dims = [torch.arange(n) for n in (f, h, w)], (16, 24, 24)
-    rotations = rope("kandinsky", "Kandinsky5RoPE3D", dims)((1, f, h, w), places, (1.0, 1.0, 1.0))
-    if draw.random() < 0.5:
-        rotations = rope("kandinsky6", "Kandinsky6RoPE3D", dims)(places, (1.0, 1.0, 1.0))
-    pairs = rotations.reshape(f * h * w, -1, 2, 2).double().numpy()
-    return Drawn("kandinsky", [Grid(h, w, frames=f)], Rotations(pairs[..., 0, 0], pairs[..., 1, 0], dims))
-
-
-def joyimage(draw: random.Random) -> Drawn:
-    dims, grids = [16, 56, 56], [Grid(*sizes(draw, 12), frames=draw.randint(1, 3)) for _ in range(draw.randint(1, 3))]
-    of = model("joyimage_edit_plus").JoyImageEditPlusTransformer3DModel
-    config = SimpleNamespace(hidden_size=256, num_attention_heads=2, rope_dim_list=dims, theta=256.0)
-    before, parts = 0, []
-    for grid in grids:
-        stop = (before + grid.frames, grid.height, grid.width)
-        parts.append(of._get_rotary_pos_embed_for_range(SimpleNamespace(config=config), (before, 0, 0), stop))
-        before += grid.frames
-    rotations = [torch.cat(each) for each in zip(*parts, strict=True)]
-    return Drawn("joyimage", [*grids], interleaved(rotations, dims, 256))
-
-
 def minimax_h3(draw: random.Random) -> Drawn:
     text, f = draw.randint(1, 40), draw.randint(1, 14)
     a, b, common = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 3)
@@ -426,14 +319,11 @@ def minimax_h3(draw: random.Random) -> Drawn:
     return Drawn(MiniMaxH3(), [Text(text), Grid(h, w, frames=f)], ids(position_ids[kept]))
 
 
-OF_MODELS: list[Callable[[random.Random], Drawn]] = [
-    qwen_image, qwen_image_21, lumina2, z_image, wan, chronoedit, wan_animate, anyflow_far, hunyuan_video,
-    hunyuan_image, glm_image, easyanimate, allegro, ltx2, cosmos, kandinsky, joyimage,
-]  # fmt: skip
+OF_MODELS: list[Callable[[random.Random], Drawn]] = [qwen_image, qwen_image_21, z_image, anyflow_far, ltx2, cosmos]
 """Layouts that require only model modules."""
 
 OF_PIPELINES: list[Callable[[random.Random], Drawn]] = [
-    flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox, cogvideox_as_meant, ltx,
+    flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox_as_meant, ltx,
     ltx2_keyframe, cosmos3, minimax_h3,
 ]  # fmt: skip
 """Layouts that also require pipelines, whose imports are slow."""

@@ -88,11 +88,8 @@ def from_hf_config(
         scheme=scheme,
         rotary=rotary,
         second_rotary=second,
-        placeholders=_placeholders(fields, known, scheme, vision),
-        image_markers=_marker_pair(fields, known.markers),
         row_markers=None if vision is None or vision.kind.model_type != "pixtral" else known.row_markers,
-        opening_token_id=None if known.opening is None else fields.integer(known.opening, needed=True, minimum=0),
-        video_markers=_marker_pair(fields, known.video_markers),
+        **_tokens(fields, known, scheme, vision),
         frames_apart=known.frames_apart,
         generates=known.generates,
         start=known.start,
@@ -155,7 +152,8 @@ def _check_actions(actions: Fields, fields: Fields, rotary: Rotary) -> None:
         )
 
 
-def _placeholders(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields | None) -> Placeholders:
+def _tokens(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields | None) -> dict[str, Any]:
+    """Read the ids of placeholders, and of the markers before and after them, as far as the config has them."""
     tokens: dict[str, int | None] = {}
     for kind in ("image", "video", "audio") if CLIP in scheme.kinds else ("image", "video"):
         names = (f"{kind}_token_id", f"{kind}_token_index")
@@ -172,13 +170,19 @@ def _placeholders(fields: Fields, known: ModelType, scheme: Scheme, vision: Fiel
     crops = (
         CropMarkers(*(fields.integer(name, needed=True) for name in known.crop_markers)) if known.crop_markers else None
     )
-    return Placeholders(
-        image,
-        None if video == image and scheme.axes == 1 else video,
-        audio,
-        (image, image) if known.row_separator and image is not None else None,
-        crops,
-    )
+    rows = (image, image) if known.row_separator and image is not None else None
+    video = None if video == image and scheme.axes == 1 else video
+    settings: dict[str, Any] = {"placeholders": Placeholders(image, video, audio, rows, crops)}
+    if known.opening is not None:
+        settings["opening_token_id"] = fields.integer(known.opening, needed=True, minimum=0)
+    for name, pair in (("image_markers", known.markers), ("video_markers", known.video_markers)):
+        ids = [fields.integer(each, each.replace("_id", "_index")) for each in pair or ()]
+        if pair is None or None in ids:
+            continue
+        if ids[0] == ids[1]:
+            raise InvalidInputError(f"config.{pair[1]} must differ from {pair[0]}, got {ids[1]}")
+        settings[name] = tuple(ids)
+    return settings
 
 
 def audio_chunk(fields: Fields) -> int:
@@ -221,19 +225,6 @@ def _rotary(fields: Fields, known: ModelType, layer_type: str | None) -> tuple[R
     return replace(rotary, allocation=first, **common), replace(rotary, allocation=second, **common)
 
 
-def _marker_pair(fields: Fields, names: tuple[str, str] | None) -> tuple[int, int] | None:
-    """Return the token ids of the markers before and after an image or a video, or None unless the config has both."""
-    if names is None:
-        return None
-    begin, end = (fields.integer(name, name.replace("_id", "_index")) for name in names)
-    if begin is None or end is None:
-        return None
-    if begin == end:
-        before, after = names
-        raise InvalidInputError(f"config.{after} must differ from {before}, got {end}")
-    return begin, end
-
-
 def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -> dict[str, Any]:
     """Read an encoder's sizes, and its scheme and rotation if the encoder rotates by rows and columns."""
     settings: dict[str, Any] = {"patch_size": vision.integer("patch_size", minimum=1)}
@@ -252,7 +243,10 @@ def _encoder(fields: Fields, known: ModelType, scheme: Scheme, vision: Fields) -
     # A Rotary cannot describe heads whose halves rotate separately and share keys.
     shared = encoder and encoder.kv_heads and (vision.own("num_key_value_heads") or encoder.kv_heads) != heads
     if encoder and not shared:
-        settings |= {"vision_scheme": vision_scheme(vision), "vision_rotary": Rotary(**hf_arguments(vision))}
+        settings |= {
+            "vision_scheme": vision_scheme(vision),
+            "vision_rotary": Rotary(**{"axes": 2, **hf_arguments(vision)}),
+        }
     return settings
 
 

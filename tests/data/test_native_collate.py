@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,18 @@ def test_the_extension_matches_the_reference(monkeypatch: pytest.MonkeyPatch) ->
                         outcomes.append(error)
             assert_equal(*outcomes)
     assert watched.answered > 400
+
+
+@pytest.mark.parametrize("begin", [-1, 0, 1])
+def test_an_image_that_begins_outside_its_document_is_declined(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, sequence = Watched(), copy.copy(FIRST.sequence)
+    spans = sequence.image_spans.copy()
+    spans[-1] = sequence.input_ids.size + begin, sequence.input_ids.size + 9
+    object.__setattr__(sequence, "image_spans", spans)
+    monkeypatch.setattr(native, "core", watched)
+    with suppress(IndexError):  # from numpy, if the extension declines the example
+        PackedCollator()([Example("k", sequence, FIRST.labels)])
+    assert watched.answered == (begin < 0)
 
 
 def test_each_scheme_is_named_once_in_order_of_appearance() -> None:

@@ -657,7 +657,7 @@ def test_building_and_batching_call_few_functions() -> None:
         def make(self, i: int) -> Any:
             return row
 
-    assert functions_called(batch) <= 96
+    assert functions_called(batch) <= 91
 
 
 # Memory

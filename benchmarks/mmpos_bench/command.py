@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mmpos.errors import InvalidInputError
+from mmpos.support.checks import as_typed
 from mmpos.support.files import write_text
 from mmpos.support.program import INTERRUPTED, console
 from mmpos_bench.machine import MALLOCS
@@ -61,7 +62,8 @@ def bench(
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):  # before a long run
         raise InvalidInputError(f"--json: got {str(path)!r}, want a file in an existing folder")
     watch = partial(print, file=sys.stderr, flush=True)
-    report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
+    with as_typed(only="--only"):
+        report = run(suite, peers=peers, quick=quick, malloc=malloc, only=only, watch=watch)
     if json == "-":
         typer.echo(to_json(report), nl=False)
     else:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from functools import wraps
@@ -50,19 +49,6 @@ def flat(command: Callable[..., T]) -> Callable[..., T]:
     run.__signature__ = inspect.Signature(flattened)  # type: ignore[attr-defined]  # typer reads the signature
     run.__annotations__ = {option.name: option.annotation for option in flattened}
     return run
-
-
-@contextmanager
-def as_typed(**names: str) -> Iterator[None]:
-    """Name what the user typed in errors that begin with arguments of the library, such as ``paths[0]``."""
-    try:
-        yield
-    except InvalidInputError as error:
-        head, joint, rest = str(error).partition(": ")
-        typed = names.get(head.partition("[")[0])
-        if typed is None:
-            raise
-        raise InvalidInputError(f"{typed}{joint}{rest}") from error
 
 
 def complete_scheme(incomplete: str) -> list[tuple[str, str]]:

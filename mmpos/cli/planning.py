@@ -10,11 +10,11 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import group
-from mmpos.cli.options import as_typed
-from mmpos.support.checks import counted
+from mmpos.errors import InvalidInputError
+from mmpos.support.checks import as_typed, counted
 
 if TYPE_CHECKING:
-    from mmpos.data import SequenceShard
+    from mmpos.data import Headers, SequenceShard
 
 data = group("data", "Plan the packs of a training run.")
 
@@ -44,11 +44,14 @@ def plan_packs(
     """
     from mmpos.data import Cost, plan, read_headers, write_index
 
+    if output.suffix != ".parquet":
+        raise InvalidInputError(f"--output: got {str(output)!r}, want a file ending in .parquet")
     cost = Cost.from_hf_config(config) if config else Cost()
     with as_typed(paths="FILE"):
         files = _ready_shards(inputs)
     with report.progress_bar() as bar:
         headers = read_headers(_shown(files, bar), patches_per_token=patches_per_token)
+    _check_lengths(headers, files, max_tokens)
     planned = plan(headers, max_tokens=max_tokens, ranks=ranks, microbatches=microbatches, cost=cost)
     write_index(output, planned, files)
     labels = planned.sums(headers.labels).reshape(planned.num_steps, -1).sum(axis=1).astype(int)
@@ -75,6 +78,17 @@ def _ready_shards(inputs: Sequence[str]) -> list[SequenceShard]:
         path = checked_path(f"paths[{i}]", name)
         opened += [one.source for one in sequence_shards(path)] if kind_of(path) == "folder" else [path]
     return [SequenceShard(reader.source) for reader in shards(opened)]
+
+
+def _check_lengths(headers: Headers, files: Sequence[SequenceShard], max_tokens: int) -> None:
+    """Refuse the first example that no pack can hold, by its file, row and key."""
+    for row in (headers.tokens > max_tokens).nonzero()[0][:1].tolist():
+        got = f"got {headers.tokens[row]} tokens, want <= --max-tokens {max_tokens}"
+        for file in files:
+            keys = file.columns(["key"])["key"]
+            if row < len(keys):
+                raise InvalidInputError(f"{file.source}[{row}]: {got} (key {keys[row].as_py()!r})")
+            row -= len(keys)
 
 
 def _shown(files: Sequence[SequenceShard], bar: Callable[..., None] | None) -> Iterator[SequenceShard]:

@@ -16,9 +16,9 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import app
-from mmpos.cli.options import DEFAULT, SchemeName, as_typed, flat, make_scheme
+from mmpos.cli.options import DEFAULT, SchemeName, flat, make_scheme
 from mmpos.errors import InvalidInputError, UnsupportedError
-from mmpos.support.checks import counted, did_you_mean, naming
+from mmpos.support.checks import as_typed, counted, did_you_mean, naming
 from mmpos.support.extras import needed_for
 from mmpos.support.interrupts import Terminated, stopped_by_sigterm
 from mmpos.support.program import INTERRUPTED, TERMINATED

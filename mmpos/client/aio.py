@@ -83,8 +83,8 @@ class AsyncClient(BaseClient):
         return self._results(build_stream(self._options, errors, scheme, start, patches), batches)
 
     async def close(self) -> None:
-        """Close the channel of this event loop; running calls and streams fail, and a later call opens a new one."""
-        channel = self._channels.pop(asyncio.get_running_loop())
+        """Close the client and its channel of this event loop; running calls and streams fail, later calls too."""
+        channel = self._channels.close(asyncio.get_running_loop())
         if channel is not None:
             await channel.close()
 

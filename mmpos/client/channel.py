@@ -72,13 +72,17 @@ class ProcessChannels:
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, AbstractEventLoop | None], OpenChannel] = {}
+        self._closed = False
 
     def get(self, connect: Callable[[], Any], loop: AbstractEventLoop | None = None) -> OpenChannel:
         """Return the channel of this process and event loop, and open it if there is none.
 
         Raises:
+            ServiceError: the client was closed.
             UnsupportedError: this process was forked after a call, so gRPC would hang.
         """
+        if self._closed:
+            raise ServiceError("client: got a call after close(), want an open client")
         key = (os.getpid(), loop)
         opened = self._open.get(key)
         if opened is None:
@@ -103,8 +107,9 @@ class ProcessChannels:
                     "imported, use the start method 'spawn', or make no call before the fork"
                 )
 
-    def pop(self, loop: AbstractEventLoop | None = None) -> Any:
-        """Remove and return the channel of this process and event loop, or None."""
+    def close(self, loop: AbstractEventLoop | None = None) -> Any:
+        """Refuse later calls; remove and return the channel of this process and event loop, or None."""
+        self._closed = True
         opened = self._open.pop((os.getpid(), loop), None)
         return None if opened is None else opened.channel
 
@@ -156,6 +161,8 @@ class BaseClient:
     calls wait for it within their timeout. If no server has ever answered, the call fails after a second or two with an
     error that names the cause. A stream is never sent again.
 
+    A call after ``close``, or after a ``with`` block, raises a ServiceError, and ``healthy`` returns False.
+
     Args:
         address: "host:port", "unix:path", or, for several servers, a target of gRPC: "dns:///host:port" for all
             replicas behind a name, or "ipv4:ip:port,ip:port". Calls rotate over those that pass their health checks.
@@ -184,7 +191,7 @@ class BaseClient:
         self.__setstate__(Options(*unchecked))
 
     def with_options(self, *, profile: str | None = _KEEP, timeout: float = _KEEP) -> Self:
-        """Return a client with other options on the same channel; closing either client closes the channel for both.
+        """Return a client with other options on the same channel; closing either client closes both.
 
         Raises:
             InvalidInputError: an option is of the wrong type or out of range.

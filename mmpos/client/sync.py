@@ -222,8 +222,8 @@ class Client(BaseClient):
         return self._results(build_stream(self._options, errors, scheme, start, patches), batches)
 
     def close(self) -> None:
-        """Close the channel of this process; running calls and streams fail, and a later call opens a new channel."""
-        channel = self._channels.pop()
+        """Close the client and its channel of this process; running calls and streams fail, later calls too."""
+        channel = self._channels.close()
         if channel is not None:
             channel.close()
 

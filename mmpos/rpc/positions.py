@@ -62,6 +62,7 @@ from mmpos.support.checks import (
     host_array,
     int_array,
     integer,
+    naming,
     one_of,
     shown,
 )
@@ -404,8 +405,9 @@ def put_query(
     _put_one_or_each(message, "start", query.start)
     if query.strict is not None:
         message.strict = boolean("strict", query.strict)
-    for view in query.views:
-        _put_view(message.views.add(), view)
+    for i, view in enumerate(query.views):
+        with naming(f"views[{i}]"):
+            _put_view(message.views.add(), view)
     if query.dense is not None:
         message.dense.SetInParent()
         if query.dense.dtype is not None:

@@ -17,7 +17,7 @@ from mmpos.positions.table_rows import DELTA, NEXT_POSITION, NO_POSITION
 from mmpos.schemes import Scheme
 from mmpos.segments.placeholders import Placeholders
 from mmpos.segments.table import SegmentTable
-from mmpos.support.checks import IntArray, int_array
+from mmpos.support.checks import IntArray, int_array, naming
 
 
 class _View:
@@ -216,6 +216,7 @@ class PositionsQuery:
             MmposError: any error raised by the calls that the query describes.
         """
         positions = self.place(self.segments())
-        for view in self.views:
-            positions = view.view(positions)
+        for i, view in enumerate(self.views):
+            with naming(f"views[{i}]"):
+                positions = view.view(positions)
         return PositionsResult.of(positions, self.dense)

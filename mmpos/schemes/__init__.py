@@ -45,6 +45,7 @@ from mmpos.schemes.planar import Grid2D, Naive2D, PageRows
 from mmpos.schemes.tie import RopeTie, RopeTieFractional, RopeTieLcm, RopeTieV2
 from mmpos.schemes.video import VideoRope, VRope
 from mmpos.schemes.xdrope import XDRope
+from mmpos.support.checks import did_you_mean
 
 __all__ = [
     "NOT_AFFINE",
@@ -164,7 +165,8 @@ def get_scheme(scheme: str | Scheme, schemes: Mapping[str, type[Scheme]] = SCHEM
     if isinstance(scheme, str) and scheme in NOT_AFFINE:
         raise UnsupportedError(f"scheme: got {scheme!r}, which is not supported: {NOT_AFFINE[scheme]}")
     if not isinstance(scheme, Scheme):
-        raise InvalidInputError(f"scheme: got {scheme!r}, want a Scheme or one of {', '.join(schemes)}")
+        hint = did_you_mean(scheme, schemes) if isinstance(scheme, str) else ""
+        raise InvalidInputError(f"scheme: got {scheme!r}{hint}, want a Scheme or one of {', '.join(schemes)}")
     return scheme
 
 

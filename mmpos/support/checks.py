@@ -58,6 +58,19 @@ def naming(name: str, joint: str = ": ") -> Iterator[None]:
         raise type(error)(f"{name}{joint}{error}") from error
 
 
+@contextmanager
+def as_typed(**names: str) -> Iterator[None]:
+    """Name what the user typed in errors that begin with arguments of the library, such as ``paths[0]``."""
+    try:
+        yield
+    except InvalidInputError as error:
+        head, joint, rest = str(error).partition(": ")
+        typed = names.get(head.partition("[")[0])
+        if typed is None:
+            raise
+        raise InvalidInputError(f"{typed}{joint}{rest}") from error
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return a hint with the name most similar to a mistyped word, or an empty string."""
     from difflib import get_close_matches

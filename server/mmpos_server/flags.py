@@ -85,7 +85,8 @@ class Flags:
     def _tls(self) -> TlsFiles | None:
         if self.tls_cert and self.tls_key:
             return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
+        missing = [flag for flag, path in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)) if not path]
         for name in ("tls_cert", "tls_key", "tls_client_ca"):
             if getattr(self, name):
-                raise InvalidInputError(f"--{name.replace('_', '-')} requires both --tls-cert and --tls-key")
+                raise InvalidInputError(f"--{name.replace('_', '-')} requires {' and '.join(missing)}")
         return None

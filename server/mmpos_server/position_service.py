@@ -16,6 +16,7 @@ from mmpos.rpc.positions import get_query, put_result
 from mmpos.rpc.queries import InputIds, PositionsQuery, PositionsResult, Shard, Spans, Take, Window
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos.segments.table import SegmentTable
+from mmpos.support.checks import naming
 from mmpos_server.config import Limits, Profile, Profiles
 from mmpos_server.limits import check, check_message, check_segments, check_table, check_view, reply_bytes
 from mmpos_server.plain import SMALL_ANSWER, SMALL_BYTES, SMALL_SEGMENTS
@@ -71,10 +72,11 @@ class PositionService:
         call.checkpoint()
         positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)
         check_table(positions, self._limits)
-        for view in query.views:
+        for i, view in enumerate(query.views):
             check_view(view, positions, self._limits)
             call.checkpoint()
-            positions = view.view(positions)
+            with naming(f"views[{i}]"):
+                positions = view.view(positions)
             check_table(positions, self._limits)
         call.staged("place", began)
         return query, positions

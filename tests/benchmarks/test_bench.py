@@ -250,6 +250,11 @@ def test_an_interrupted_command_writes_the_completed_cases(
     assert not (tmp_path / "none.json").exists()
 
 
+def test_the_command_names_the_flag_of_an_unknown_case() -> None:
+    with pytest.raises(InvalidInputError, match=r"^--only: got 'nosuch', want part of a case's name"):
+        CliRunner().invoke(app, ["bench", "positions", "--only", "nosuch"], catch_exceptions=False)
+
+
 def test_output_paths_are_checked_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmpos_bench.command.run", lambda *args, **options: pytest.fail("measured"))
     with pytest.raises(InvalidInputError, match=r"--json: got '/no/such/x\.json', want a file in an existing folder"):

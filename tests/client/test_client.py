@@ -271,15 +271,31 @@ def test_a_large_call_is_retried_and_its_large_answer_is_received() -> None:
     assert_equal(table, place(many))
 
 
-def test_threads_share_one_channel_and_a_closed_client_reconnects_on_its_next_call(server: str) -> None:
-    client = Client(server)
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(2):
-            client.close()
-            for table in pool.map(lambda _: client.place(SEGMENTS), range(40)):
-                assert_equal(table, place(SEGMENTS))
-            assert len(client._channels._open) == 1
-            client.close()
+def test_threads_share_one_channel(server: str) -> None:
+    with Client(server) as client, ThreadPoolExecutor(8) as pool:
+        for table in pool.map(lambda _: client.place(SEGMENTS), range(40)):
+            assert_equal(table, place(SEGMENTS))
+        assert len(client._channels._open) == 1
+
+
+def test_a_closed_client_refuses_calls(server: str) -> None:
+    async def aio() -> tuple[type, str]:
+        async with AsyncClient(server) as client:
+            assert_equal(await client.place(SEGMENTS), place(SEGMENTS))
+        assert await client.healthy() is False
+        with pytest.raises(ServiceError) as caught:
+            await client.place(SEGMENTS)
+        return type(caught.value), str(caught.value)
+
+    with Client(server) as client:
+        other = client.with_options(timeout=9)
+        assert client.healthy()
+    refused = ServiceError, "client: got a call after close(), want an open client"
+    assert failure(client.place, SEGMENTS) == failure(other.place, SEGMENTS) == asyncio.run(aio()) == refused
+    assert failure(lambda: list(client.stream([PositionsQuery(SEGMENTS)]))) == refused
+    assert client.healthy() is False
+    assert pickle.loads(pickle.dumps(client)).healthy()
+    assert client._channels._open == {}
 
 
 def test_closing_a_client_cancels_its_calls(kind: str) -> None:

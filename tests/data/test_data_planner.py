@@ -411,7 +411,7 @@ def test_a_missing_shard_or_index_is_named(written: Path) -> None:
     written.with_name("a.parquet").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.parquet"):
         next(iter(PlannedPacks(written, 0)))
-    with pytest.raises(FileNotFoundError, match=r"none\.parquet"):
+    with pytest.raises(InvalidInputError, match=r"^path: got '.*/none\.parquet', want an existing index of a plan$"):
         PlannedPacks(written.with_name("none.parquet"), 0)
 
 
@@ -432,6 +432,19 @@ def test_the_command_writes_an_index_and_a_report(
     monkeypatch.setattr("mmpos.data.read_headers", headers)
     assert main([*words, "--patches-per-token", "16"]) == 0
     assert headers.call_args.kwargs == {"patches_per_token": 16}
+
+
+def test_the_command_names_an_overlong_example_and_refuses_an_output_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, sizes in {"a": [20, 30], "b": [40, 136, 200]}.items():
+        shard(tmp_path / f"{name}.parquet", sizes)
+    words = ["data", "plan", f"{tmp_path}/?.parquet", "--max-tokens", "100", "-o"]
+    assert main([*words, str(tmp_path / "index.parquet")]) == 2
+    line = f"{tmp_path}/b.parquet[1]: got 136 tokens, want <= --max-tokens 100 (key 'b-1')"
+    assert line in capsys.readouterr().err
+    assert main([*words, "index.csv"]) == 2
+    assert "--output: got 'index.csv', want a file ending in .parquet" in capsys.readouterr().err
 
 
 def test_the_command_plans_the_files_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,6 +254,12 @@ def test_every_cache_is_rerotated_in_place_and_only_at_its_slots(name: str, way:
     assert_moved(got, keys, TABLE, NEW, ROTARY)
 
 
+@MOVES
+def test_fewer_slots_than_positions_move_the_first_tokens(way: str) -> None:
+    keys = heads(13, 2, 12, torch.float16)
+    assert_same_bits(moved(way, keys[:3], slots=SLOTS[:3]), moved(way, keys)[:3])
+
+
 FORMS: dict[str, Any] = {
     "table": lambda table: table,
     "device": lambda table: DevicePositions.from_table(table, DEVICE, 40),

@@ -220,6 +220,11 @@ def test_random_queries_match_local_calls(ask: Both) -> None:
     for_each(places(), 200, check)
 
 
+def test_an_error_of_a_view_names_it(ask: Both) -> None:
+    with pytest.raises(InvalidInputError, match=r"^views\[1\]: steps: got -1, want >= "):
+        ask("place", SEGMENTS, "mrope", views=[Decode(2), Decode(-1)])
+
+
 def test_place_accepts_views_and_refuses_lists(ask: Both) -> None:
     assert_equal(ask("place", SEGMENTS, "mrope", [5, 7], views=[Decode(2)]), place(SEGMENTS, "mrope", [5, 7]).decode(2))
     assert_alike(lambda: ask("place", [[Text(1)]]), lambda: place([[Text(1)]]))  # type: ignore[arg-type]

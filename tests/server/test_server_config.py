@@ -165,7 +165,8 @@ FLAGS = [
     ),
     ("--listen 50051", f"--listen: got '50051', {HOST_PORT}"),
     ("--metrics ::1:9090", f"--metrics: got '::1:9090', {HOST_PORT}"),
-    ("--tls-cert c", "--tls-cert requires both --tls-cert and --tls-key"),
+    ("--tls-cert c", "--tls-cert requires --tls-key"),
+    ("--tls-client-ca c", "--tls-client-ca requires --tls-cert and --tls-key"),
     (
         "--listen unix:s --tls-cert c --tls-key k",
         "--tls-cert requires --listen HOST:PORT: a unix socket is never encrypted",

@@ -190,8 +190,8 @@ DIRECT: list[Refusal] = [
 
 PLACING: list[Refusal] = [
     (
-        lambda: place(SEGMENTS, "rope"),
-        f"scheme: got 'rope', want a Scheme or one of {', '.join(SCHEMES)}",
+        lambda: place(SEGMENTS, "mropee"),
+        f"scheme: got 'mropee' (did you mean 'mrope'?), want a Scheme or one of {', '.join(SCHEMES)}",
     ),
     (lambda: place([[Text(1)]]), "segments: got list, want a SegmentTable"),  # type: ignore[arg-type]
     (lambda: place(SEGMENTS, start=True), "start: got True, want an integer"),

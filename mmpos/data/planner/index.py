@@ -149,8 +149,8 @@ class PlannedPacks:
         rank: the rank.
 
     Raises:
-        InvalidInputError: the index or a shard is damaged, or has changed since planning; raised here or during
-            iteration.
+        InvalidInputError: the index does not exist; or the index or a shard is damaged, or has changed since planning,
+            raised here or during iteration.
         OSError: a file cannot be opened; the error names the file.
     """
 
@@ -163,9 +163,11 @@ class PlannedPacks:
                     raise ValueError(f"version {version}")
                 rows = file.read(INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
             rows.validate(full=True)
+        except FileNotFoundError as error:
+            raise InvalidInputError(f"path: got {self._path!r}, want an existing index of a plan") from error
         except (OSError, ValueError, AttributeError, pa.ArrowException) as error:
             if getattr(error, "errno", None) is not None:
-                raise  # the file does not exist or is not readable
+                raise  # the file is not readable
             want = f"want the index of a plan, version {_VERSION}"
             raise InvalidInputError(f"{self._path}: got another file ({error}), {want}") from error
         numbers = [integer(f"{path}: {name}", facts.get(name), minimum=1) for name in _FACTS[1:]]

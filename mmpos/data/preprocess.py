@@ -292,9 +292,13 @@ def _left(job: Job, files: Mapping[str, Mapping[int, str]], task: Task) -> tuple
         facts = SequenceShard(path).facts
         if not {"input", "settings", "counts", "stop"} <= facts.keys():
             raise InvalidInputError(f"{path}: got a file of another program, want none; remove it, {_REPLACE}")
-        other = [f"{name} {facts['input'].get(name)}, want {value}" for name, value in task.facts.items()
-                 if facts["input"].get(name) != value] or differences(facts["settings"], job.settings)  # fmt: skip
-        if other:
+        made_from = facts["input"].get("path", task.reader.source)
+        changed = [f"{name} {facts['input'].get(name)}, want {value}" for name, value in task.facts.items()
+                   if facts["input"].get(name) != value]  # fmt: skip
+        if changed and _resolved(made_from) != _resolved(task.reader.source):
+            got = f"the output of {made_from}, want that of {task.reader.source}"
+            raise InvalidInputError(f"{path}: got {got}; use another folder, or another name for the input")
+        if other := changed or differences(facts["settings"], job.settings):
             got = f"the output of {task.reader.source} with {', and '.join(other)}"
             raise InvalidInputError(f"{path}: got {got}; remove it to write it again, {_REPLACE}")
         counts = Counts(**facts["counts"])

@@ -273,7 +273,8 @@ def _resumed(
         others = {} if other else others
     elif other:
         path = paths.join(folder, _RUN)
-        raise InvalidInputError(f"{path}: got a run with {', and '.join(other)}; want the same settings, {_REPLACE}")
+        use = "use the same settings, or overwrite=True (--overwrite) to replace its files"
+        raise InvalidInputError(f"{path}: got a run with {', and '.join(other)}; {use}")
     with ThreadPool(min(_THREADS, len(tasks))) as threads:
         for task, steps in threads.imap(partial(_left, job, files), tasks):  # in order: the first error is raised
             left += [] if task is None else [task]

@@ -170,7 +170,7 @@ class Job:
                         raise InvalidInputError(f"{task.reader.source}: {got}")
                 self._quarantine.end()
                 output = Output(task.reader.source, path, position - before, counts, reasons, False)
-                writer.facts = {"input": task.facts | {"path": task.reader.source}, "settings": self.settings}
+                writer.facts = {"input": {**task.facts, "path": task.reader.source}, "settings": self.settings}
                 writer.facts |= {"counts": asdict(counts), "reasons": reasons}
                 writer.facts |= {"stop": stop, "read": output.read, "is_last": is_last}
             yield Step(task.number, part, output, True)

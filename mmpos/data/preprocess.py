@@ -149,7 +149,6 @@ def write_sequences(
     boolean("overwrite", overwrite)
     job, begun, where = Job(preprocess, on_error, max_skipped), time.monotonic(), paths.checked_path("folder", folder)
     tasks = _tasks(readers, where)
-    paths.make_folder(where)
     with _locked(where):
         unfinished, kept, others = _resumed(job, tasks, where, overwrite)
         progress, start = _Progress(report, tasks, kept), run_local if engine == "local" else run_ray
@@ -198,7 +197,12 @@ def _resolved(path: str) -> str:
 
 @contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Lock a folder on this machine for the duration of the block; the lock of a killed process ends with it."""
+    """Make a folder, and lock it on this machine for the duration of the block; remove it if nothing was written.
+
+    The lock of a killed process ends with it.
+    """
+    is_new = not os.path.exists(folder)
+    paths.make_folder(folder)
     if paths.is_url(folder):
         yield
         return
@@ -212,7 +216,12 @@ def _locked(folder: str) -> Iterator[None]:
             raise InvalidInputError(f"folder: got {got}, want one run at a time") from None
         except OSError:  # the file system has no locks
             pass
-        yield
+        try:
+            yield
+        finally:
+            if is_new:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(folder)
 
 
 def _sweep(folder: str) -> None:

@@ -67,7 +67,7 @@ def corpus(folder: Path, shards: int, pages: int, broken: frozenset[tuple[int, i
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder except the one that a run writes first."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "_run.json"}
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if path.name != "_run.json"}
 
 
 def keys(folder: Path) -> list[str]:
@@ -360,10 +360,15 @@ def test_a_run_killed_before_its_first_file_owns_its_folder_and_a_failed_one_doe
     paths, other = corpus(tmp_path, 1, 2, frozenset({(0, 0)})), replace(PAGES, train_markers=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/foreign.parquet").write_bytes(b"of another program")
+    for out in ("out", "new"):
+        with pytest.raises(RecordError):
+            write_sequences(shards(paths), tmp_path / out, PAGES)
+    assert sorted(contents(tmp_path / "out")) == ["foreign.parquet"]
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "out/foreign.parquet").unlink()
     with pytest.raises(RecordError):
         write_sequences(shards(paths), tmp_path / "out", PAGES)
-    assert sorted(contents(tmp_path / "out")) == ["foreign.parquet"]
-    (tmp_path / "out/foreign.parquet").unlink()
+    assert list((tmp_path / "out").iterdir()) == []  # the run did not make it
     child = multiprocessing.get_context("fork").Process(
         target=write_sequences, args=(shards(paths), tmp_path / "out", end_process)
     )

@@ -197,10 +197,7 @@ def _resolved(path: str) -> str:
 
 @contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Make a folder, and lock it on this machine for the duration of the block; remove it if nothing was written.
-
-    The lock of a killed process ends with it.
-    """
+    """Make and lock a folder on this machine until the block or the process ends; a new one that stays empty goes."""
     is_new = not os.path.exists(folder)
     paths.make_folder(folder)
     if paths.is_url(folder):
@@ -282,8 +279,7 @@ def _resumed(
         others = {} if other else others
     elif other:
         path = paths.join(folder, _RUN)
-        use = "use the same settings, or overwrite=True (--overwrite) to replace its files"
-        raise InvalidInputError(f"{path}: got a run with {', and '.join(other)}; {use}")
+        raise InvalidInputError(f"{path}: got a run with {', and '.join(other)}; use the same settings, {_REPLACE}")
     with ThreadPool(min(_THREADS, len(tasks))) as threads:
         for task, steps in threads.imap(partial(_left, job, files), tasks):  # in order: the first error is raised
             left += [] if task is None else [task]

@@ -150,17 +150,17 @@ class Job:
                 was read, which is noticed before the last file is finished.
         """
         part, stop, position = task.begin
-        rows, first = task.reader.count(), position - paths.BytesRead.total
-        records = task.reader.records(stop)
-        ahead, is_last = next(records, None), False
+        rows, records = task.reader.count(), task.reader.records(stop)
+        paths.BytesRead.total = position  # other readers than those of files do not set it
+        ahead, read, is_last = next(records, None), paths.BytesRead.total, False
         while not is_last:
             path, counts, reasons, size, before = task.output(part), Counts(), Counter[str](), 0, position
             with SequenceWriter(path) as writer:
                 while ahead is not None and size < PART_BYTES:
                     counts += self._write(writer, reasons, *ahead)
                     stop, size = ahead[0].index + 1, size + _size(ahead[1])
-                    ahead = next(records, None)
-                    position = task.size * stop // rows if rows else min(first + paths.BytesRead.total, task.size)
+                    position = task.size * stop // rows if rows else min(read, task.size)
+                    ahead, read = next(records, None), paths.BytesRead.total
                     output = Output(task.reader.source, path, position - before, counts, reasons, False)
                     yield Step(task.number, part, output, False)
                 if is_last := ahead is None:
@@ -170,8 +170,9 @@ class Job:
                         raise InvalidInputError(f"{task.reader.source}: {got}")
                 self._quarantine.end()
                 output = Output(task.reader.source, path, position - before, counts, reasons, False)
-                writer.facts = {"input": task.facts, "settings": self.settings, "counts": asdict(counts)}
-                writer.facts |= {"reasons": reasons, "stop": stop, "read": output.read, "is_last": is_last}
+                writer.facts = {"input": {**task.facts, "path": task.reader.source}, "settings": self.settings}
+                writer.facts |= {"counts": asdict(counts), "reasons": reasons}
+                writer.facts |= {"stop": stop, "read": output.read, "is_last": is_last}
             yield Step(task.number, part, output, True)
             part += 1
 

@@ -82,7 +82,7 @@ def base_name(path: str) -> str:
 
 
 class BytesRead:
-    """Number of bytes that this process has read from files that ``open_file`` opened."""
+    """Bytes of its file, as stored, that the reader of an input used for the last record that it yielded."""
 
     total: ClassVar[int] = 0
 
@@ -97,16 +97,7 @@ def open_file(path: str) -> io.BufferedReader:
     """
     if is_url(path):
         return io.BufferedReader(_StoreFile(path), _BUFFER)
-    return io.BufferedReader(_LocalFile(path), _LOCAL_BUFFER)
-
-
-class _LocalFile(io.FileIO):
-    """File on this machine that counts the bytes that are read."""
-
-    def readinto(self, buffer: Any) -> int:
-        size = super().readinto(buffer) or 0
-        BytesRead.total += size
-        return size
+    return io.BufferedReader(io.FileIO(path), _LOCAL_BUFFER)
 
 
 class _StoreFile(io.RawIOBase):
@@ -142,7 +133,6 @@ class _StoreFile(io.RawIOBase):
                 raise OSError(errno.EIO, f"the store sent {len(data)} of {want} bytes at byte {self._at}")
         buffer[:want] = data
         self._at += want
-        BytesRead.total += want
         return want
 
     def close(self) -> None:

@@ -149,7 +149,6 @@ def write_sequences(
     boolean("overwrite", overwrite)
     job, begun, where = Job(preprocess, on_error, max_skipped), time.monotonic(), paths.checked_path("folder", folder)
     tasks = _tasks(readers, where)
-    paths.make_folder(where)
     with _locked(where):
         unfinished, kept, others = _resumed(job, tasks, where, overwrite)
         progress, start = _Progress(report, tasks, kept), run_local if engine == "local" else run_ray
@@ -198,7 +197,9 @@ def _resolved(path: str) -> str:
 
 @contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Lock a folder on this machine for the duration of the block; the lock of a killed process ends with it."""
+    """Make and lock a folder on this machine until the block or the process ends; a new one that stays empty goes."""
+    is_new = not os.path.exists(folder)
+    paths.make_folder(folder)
     if paths.is_url(folder):
         yield
         return
@@ -212,7 +213,12 @@ def _locked(folder: str) -> Iterator[None]:
             raise InvalidInputError(f"folder: got {got}, want one run at a time") from None
         except OSError:  # the file system has no locks
             pass
-        yield
+        try:
+            yield
+        finally:
+            if is_new:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(folder)
 
 
 def _sweep(folder: str) -> None:
@@ -273,7 +279,7 @@ def _resumed(
         others = {} if other else others
     elif other:
         path = paths.join(folder, _RUN)
-        raise InvalidInputError(f"{path}: got a run with {', and '.join(other)}; want the same settings, {_REPLACE}")
+        raise InvalidInputError(f"{path}: got a run with {', and '.join(other)}; use the same settings, {_REPLACE}")
     with ThreadPool(min(_THREADS, len(tasks))) as threads:
         for task, steps in threads.imap(partial(_left, job, files), tasks):  # in order: the first error is raised
             left += [] if task is None else [task]
@@ -292,9 +298,13 @@ def _left(job: Job, files: Mapping[str, Mapping[int, str]], task: Task) -> tuple
         facts = SequenceShard(path).facts
         if not {"input", "settings", "counts", "stop"} <= facts.keys():
             raise InvalidInputError(f"{path}: got a file of another program, want none; remove it, {_REPLACE}")
-        other = [f"{name} {facts['input'].get(name)}, want {value}" for name, value in task.facts.items()
-                 if facts["input"].get(name) != value] or differences(facts["settings"], job.settings)  # fmt: skip
-        if other:
+        made_from = facts["input"].get("path", task.reader.source)
+        changed = [f"{name} {facts['input'].get(name)}, want {value}" for name, value in task.facts.items()
+                   if facts["input"].get(name) != value]  # fmt: skip
+        if changed and _resolved(made_from) != _resolved(task.reader.source):
+            got = f"the output of {made_from}, want that of {task.reader.source}"
+            raise InvalidInputError(f"{path}: got {got}; use another folder, or another name for the input")
+        if other := changed or differences(facts["settings"], job.settings):
             got = f"the output of {task.reader.source} with {', and '.join(other)}"
             raise InvalidInputError(f"{path}: got {got}; remove it to write it again, {_REPLACE}")
         counts = Counts(**facts["counts"])

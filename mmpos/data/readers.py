@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self, runtime_checkable
 
 from mmpos.data.examples import Location, Record, RecordError
-from mmpos.data.paths import base_name, checked_path, kind_of, matches, open_file, open_parquet
+from mmpos.data.paths import BytesRead, base_name, checked_path, kind_of, matches, open_file, open_parquet
 from mmpos.errors import InvalidInputError
 from mmpos.support.checks import integer
 from mmpos.support.extras import needed_for
@@ -137,6 +137,7 @@ class JsonlReader(FileReader):
                 while line := file.readline():
                     if is_chosen(index, start, step) and not line.isspace():
                         here = Location(self.source, index)
+                        BytesRead.total = packed.tell()  # without what the buffer has read ahead
                         yield here, _parsed(line, here)
                     index += 1
         except broken as error:
@@ -326,6 +327,7 @@ class TarReader(FileReader):
                     wanted = is_chosen(index, start, step)
                     record = archive.record({"__key__": key, "__url__": self.source}, members, here, wanted)
                     if wanted:
+                        BytesRead.total = packed.tell()
                         yield here, record
                     index += 1
                 archive.check_rest()

@@ -48,8 +48,9 @@ class Videos:
         require_av()  # else every record would be at fault
         if not isinstance(self.files, Images):
             raise InvalidInputError(f"files: got {type(self.files).__name__}, want Images")
-        if self.fps is not None and self.num_frames is not None:
-            raise InvalidInputError("fps: got fps and num_frames, want one of them")
+        if (self.fps is None) == (self.num_frames is None):
+            got = "neither fps nor num_frames" if self.fps is None else "fps and num_frames"
+            raise InvalidInputError(f"fps: got {got}, want one of them")
         if self.fps is not None:
             finite("fps", self.fps, above=0)
         for name in ("num_frames", "max_frames"):

@@ -317,6 +317,7 @@ def test_videos_that_cannot_be_read_are_errors_of_their_records(part: Any, messa
     ("arguments", "message"),
     [
         ({"files": "videos"}, "files: got str, want Images"),
+        ({"max_frames": 2}, "fps: got neither fps nor num_frames, want one of them"),
         ({"fps": 1, "num_frames": 2}, "fps: got fps and num_frames, want one of them"),
         ({"fps": -1}, "fps: got -1, want a finite number > 0"),
         ({"num_frames": 0}, "num_frames: got 0, want >= 1"),

@@ -172,7 +172,7 @@ def test_outputs_from_other_inputs_or_settings_are_refused_or_overwritten(
     assert reused(write_sequences(shards(paths), tmp_path / "out", preprocess)) == [True, True]
 
 
-def test_an_input_of_the_same_name_in_another_folder_is_told_from_a_changed_one(tmp_path: Path) -> None:
+def test_an_input_of_the_same_name_in_another_folder_is_refused(tmp_path: Path) -> None:
     (first,), (second,) = corpus(tmp_path / "in", 1, 1), corpus(tmp_path / "in2", 1, 2)
     write_sequences(shards(first), "ready", PAGES)
     message = f"ready/s0.parquet: got the output of {first}, want that of {second}; use another folder, or another name"

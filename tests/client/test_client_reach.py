@@ -97,13 +97,13 @@ def test_tls_failures_name_their_cause(tmp_path: Path) -> None:
 
 
 def test_a_client_limited_to_one_attempt_and_a_health_check_do_not_wait() -> None:
-    with ExitStack() as serving:
+    with ExitStack() as clients, ExitStack() as serving:
         address = serving.enter_context(running())
-        client = serving.enter_context(Client(address, timeout=600))
-        once = serving.enter_context(Client(address, timeout=600, attempts=1))
+        client = clients.enter_context(Client(address, timeout=600))
+        once = clients.enter_context(Client(address, timeout=600, attempts=1))
         assert client.healthy()
         assert once.healthy()
-        serving.pop_all().close()
+        serving.close()
         assert not client.healthy()
         with pytest.raises(ServiceUnavailableError, match=rf"^{address}: got .*[^)]{WANT}$"):
             once.place(SEGMENTS)

@@ -166,6 +166,8 @@ def main() -> None:
     trainer = train(options.folder, options.steps, checkpoint=options.checkpoint)
     if trainer.is_world_process_zero():  # lines from several ranks would be interleaved
         print("loss", " ".join(f"{loss:.2f}" for loss in losses(trainer)))
+    if torch.distributed.is_initialized():  # a process that ends while a thread of gloo runs aborts
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

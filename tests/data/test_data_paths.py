@@ -375,7 +375,7 @@ def test_killed_runs_lose_and_double_nothing_and_leave_nothing_behind(
     begun = time.monotonic()
     assert finishes(f"{place}/whole", 300)
     seconds, chance, kills = time.monotonic() - begun, random.Random(0), 0
-    while kills < KILLS:
+    while kills < (KILLS if store == "local" else KILLS / 2):  # a run on S3 takes longer
         out = f"{place}/out-{next(_NUMBERS)}"
         while not finishes(out, chance.random() * seconds):
             kills += 1

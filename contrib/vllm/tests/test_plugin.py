@@ -50,7 +50,7 @@ OF_MMPOS: dict[str, dict[str, Any] | None] = {
     "config.mmpos: got None, want a mapping with scheme": None,
     "config.mmpos: got {}, want a mapping with scheme": {},
     "config.mmpos: got 'axes', want one of": {"scheme": "rope-tie", "axes": 2},
-    "scheme: got 'rope-ti', want": {"scheme": "rope-ti"},
+    "scheme: got 'rope-ti' (did you mean 'rope-tie'?), want": {"scheme": "rope-ti"},
     "config.mmpos.allocation: got 'axial', want": {"scheme": "rope-tie", "allocation": "axial"},
     "precision: got 'fp16', want": {"scheme": "rope-tie", "precision": "fp16"},
     "config.mmpos.permuted: got 1, want True or False": {"scheme": "rope-tie", "permuted": 1},

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from oracle import fields
+from twins import Recorder, both, replaced_by
 
-from mmpos import Grid, MmposError, Placeholders, SegmentTable, Text
+from mmpos import Grid, Placeholders, SegmentTable, Text
 from mmpos.segments import Audio, Clip, CropMarkers, Thumbnail, Tile
-from mmpos.segments import table as tables
 from mmpos.segments.kinds import Segment
-from mmpos.support import native
 
 IMAGE, VIDEO, AUDIO, ROW, LAST = 8, 9, 10, 11, 12
 MARKERS = CropMarkers(3, 4, 5, 6, 7)
@@ -52,24 +51,25 @@ class Batch:
         for _ in range(random.randint(1, 3)):
             self.documents.append([])
             self.segments.append([])
-            self.text(self.words(3))
             for _ in range(random.randint(0, 4)):
+                self.words(3)
                 self.part()
-                self.text(self.words(3))
+            self.words(3)
             if not self.documents[-1]:
                 self.text([0])
 
-    def words(self, most: int) -> list[int]:
-        return [self.random.randint(0, 2) for _ in range(self.random.randint(0, most))]
+    def words(self, most: int) -> None:
+        self.text([self.random.randint(0, 2) for _ in range(self.random.randint(0, most))])
 
     def text(self, ids: list[int]) -> None:
         """Append text, which continues the text before it."""
+        if not ids:
+            return
         parts, length = self.segments[-1], len(ids)
-        if ids and parts and isinstance(parts[-1], Text):
+        if parts and isinstance(parts[-1], Text):
             length += parts[-1].length
             parts.pop()
-        if ids:
-            self.add(Text(length), ids)
+        self.add(Text(length), ids)
 
     def add(self, segment: Segment, ids: list[int]) -> None:
         self.documents[-1] += ids
@@ -79,7 +79,7 @@ class Batch:
         random, kinds = self.random, self.kinds
         token = random.choice([kinds.image, kinds.video, kinds.audio])
         if token is None:
-            self.text(self.words(4))
+            self.words(4)
             return
         if kinds.audio is not None and self.segments[-1] and not isinstance(self.segments[-1][-1], Text):
             self.known = False  # audio forms one run with audio or a video right before it
@@ -121,7 +121,7 @@ class Batch:
             ids = row * (height if apart else frames * height)
             ids[-1] = kinds.rows[1] if kinds.rows else token
             self.add(replace(grid, frames=1) if apart else grid, ids)
-            self.text(self.words(2) if apart else [])
+            self.words(2 if apart else 0)
 
     def picture(self, token: int, crops: CropMarkers) -> None:
         for i in range(self.random.randint(1, 4)):
@@ -161,7 +161,7 @@ class Batch:
         self.padding = before, gaps - before
         for row, (document, left) in enumerate(zip(self.documents, before, strict=True)):
             ids[row, left : left + len(document)], mask[row, left : left + len(document)] = document, 1
-        mask = mask.astype(self.random.choice([dtype, np.bool_, np.uint8]))
+        mask = mask.astype(self.random.choice([dtype, dtype, np.bool_, np.uint8, np.int8, np.uint64, ">i4"]))
         arguments["input_ids"], arguments["attention_mask"] = ids, mask
 
     def table(self) -> SegmentTable:
@@ -177,26 +177,9 @@ def damage(random: Random, arguments: dict[str, Any]) -> None:
     array.flat[random.randrange(array.size)] = random.choice([0, 1, 2, 3, 4, 6, 7, *range(8, 13)])
 
 
-def outcome(arguments: dict[str, Any]) -> Any:
-    try:
-        return fields(SegmentTable.from_input_ids(**arguments))
-    except MmposError as error:
-        return type(error), str(error)
-
-
 @pytest.mark.parametrize("name", KINDS)
-def test_documents_become_their_segments_in_c_as_in_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    random, scans = Random(name), 0
-    scan: Callable[..., Any] = tables.scan
-
-    def counting(*arguments: Any, **more: Any) -> Any:
-        nonlocal scans
-        result = scan(*arguments, **more)
-        scans += result is not None
-        return result
-
-    monkeypatch.setattr(tables, "scan", counting)
-    core, valid, known = native.core, 0, 0
+def test_documents_become_their_segments_in_c_as_in_python(name: str) -> None:
+    random, scans, valid, known = Random(name), 0, 0, 0
     forms: list[Callable[[Any], Any]] = [np.asarray, np.atleast_2d, np.ndarray.tolist, torch.from_numpy]
     for _ in range(300):
         batch = Batch(random, KINDS[name], random.choice([1, 2]), random.random() < 0.3)
@@ -204,15 +187,14 @@ def test_documents_become_their_segments_in_c_as_in_python(name: str, monkeypatc
         for _ in range(damages):
             damage(random, arguments)
         arguments["input_ids"] = random.choice(forms)(arguments["input_ids"])
-        got, before = outcome(arguments), scans
-        monkeypatch.setattr(native, "core", None)
-        want = outcome(arguments)
-        monkeypatch.setattr(native, "core", core)
-        assert got == want, arguments
-        assert scans == before
+        result = both(partial(SegmentTable.from_input_ids, **arguments))
+        if isinstance(result, SegmentTable):
+            valid += 1
+            with replaced_by(Recorder()) as recorder:
+                SegmentTable.from_input_ids(**arguments)
+            scans += "scan" in recorder.named(answered=True)
         if batch.known and not damages:
-            assert got == fields(batch.table()), arguments
+            assert result == batch.table(), arguments
             known += 1
-        valid += isinstance(want, dict)
-    assert scans >= valid * 0.9 - 300 * (name == "audio and rows"), (scans, valid)
+    assert scans >= valid * 0.6 - 300 * (name == "audio and rows"), (scans, valid)
     assert known >= 20

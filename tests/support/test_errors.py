@@ -31,14 +31,18 @@ from_documents: Callable[[Any], SegmentTable] = SegmentTable.from_documents
 SEGMENTS = from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(4)]])
 READ_ONLY = np.zeros((2, 15), np.int32)
 READ_ONLY.flags.writeable = False
-NAMES: dict[str, Any] = {
-    **{name: getattr(schemes, name) for name in schemes.__all__},
-    **{"np": np, "Fraction": Fraction, "checks": checks, "placed": placed, "READ_ONLY": READ_ONLY},
-    **{"Text": Text, "Grid": Grid, "place": place, "SegmentTable": SegmentTable, "SEGMENTS": SEGMENTS},
-    **{"from_documents": from_documents, "from_arrays": SegmentTable.from_arrays},
-    **{"POSITIONS": place(SEGMENTS), "HALVES": place(SEGMENTS, "rope-tie-v2"), "ROWS": place(SEGMENTS, "rows")},
-    **{"NOTHING": place(from_documents([])), "ONE": np.ones((3, 1), np.int64), "LAST": 2**31 - 1},
-    **{"KIND": np.array([1], np.uint8), "OFFSETS": np.array([0, 1], np.int64), "inf": float("inf")},
+NAMES: dict[str, Any] = {name: getattr(schemes, name) for name in schemes.__all__} | {
+    "Fraction": Fraction,
+    "placed": placed,
+    "from_arrays": SegmentTable.from_arrays,
+    "POSITIONS": place(SEGMENTS),
+    "HALVES": place(SEGMENTS, "rope-tie-v2"),
+    "ROWS": place(SEGMENTS, "rows"),
+    "NOTHING": place(from_documents([])),
+    "ONE": np.ones((3, 1), np.int64),
+    "KIND": np.array([1], np.uint8),
+    "OFFSETS": np.array([0, 1], np.int64),
+    "LAST": 2**31 - 1,
 }
 
 
@@ -98,7 +102,7 @@ Grid(1, 1, seconds_per_frame="2")    | Grid.seconds_per_frame: got '2', want a n
 from_documents([[Text(1)], []])          | documents[1]: got an empty document, want at least one segment
 from_documents([[Text(1), [Grid(1, 1)]]])
     | documents[0][1]: got list, want one of Text, Audio, Grid, Clip, Thumbnail, Tile
-from_documents([Text(1)])                | documents[0]: got Text, want a list of Text, Audio, Grid, Clip, Thumbnail, Tile
+from_documents([Text(1)])         | documents[0]: got Text, want a list of Text, Audio, Grid, Clip, Thumbnail, Tile
 from_documents(Text(1))                  | documents: got Text, want a list of documents
 from_arrays([256], ONE, [0, 1])          | kind[0]: got 256, want <= 6
 from_arrays([-1], ONE, [0, 1])           | kind[0]: got -1, want >= 0
@@ -275,7 +279,7 @@ REFUSALS = {InvalidInputError: INVALID, LimitExceededError: LIMITS, UnsupportedE
     ids=lambda value: value[:60] if isinstance(value, str) else "",
 )
 def test_bad_input_is_refused(error: type[Exception], call: str, message: str) -> None:
-    assert refused(error, lambda: eval(call, NAMES)) == message
+    assert refused(error, lambda: eval(call, globals(), NAMES)) == message
 
 
 def test_an_unknown_scheme_names_the_most_similar_and_all_others() -> None:

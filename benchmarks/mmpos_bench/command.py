@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from mmpos.errors import InvalidInputError
@@ -90,42 +91,31 @@ def print_report(out: Console, report: SuiteReport) -> None:
 
 
 def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
-    """Print each case's contestants under the case's name, since names are too long for a table column."""
-    units = {m.unit for m in measurements}
+    """Print a table for each case, under its name."""
     limits = list(dict.fromkeys(m.limit.name for m in measurements if m.limit))
-    peers = any(e.role == "peer" for m in measurements for e in m.entries)
-    per = f"per {measurements[0].unit.removesuffix('s') if len(units) == 1 else 'unit'}"
-    head = ["", "median", "p20–p80", per, "of limit" * bool(limits), "faster than" * peers]
-    cells = {id(m): [line for e in m.entries for line in _cells(m, e)] for m in measurements}
-    columns = zip(head, *(line for lines in cells.values() for line in lines), strict=True)
-    first, *middle, _ = (max(map(len, column)) for column in columns)
-
-    def write(line: list[str]) -> None:
-        name, *numbers, over = line  # names and peers are left-aligned
-        right = [f"{cell:>{width}}" for cell, width in zip(numbers, middle, strict=True)]
-        out.out("  ".join([f"{name:<{first}}", *right, over]).rstrip(), highlight=False)
-
-    write(head)
     for measurement in measurements:
-        out.print(Text(measurement.name, style="bold"))
-        for line in cells[id(measurement)]:
-            write(line)
+        per = f"per {measurement.unit.removesuffix('s')}"
+        table = Table("", "median", "p20–p80", per, "of limit", "faster than", box=None, pad_edge=False)
+        for column in table.columns[1:5]:
+            column.justify = "right"
+        for entry in measurement.entries:
+            table.add_row(*_cells(measurement, entry))
+        out.print(Text(measurement.name, style="bold"), table)
         for name, value in measurement.facts.items():
-            out.out(f"  {name}: {number_text(value)}", highlight=False)
+            out.print(f"{name}: {number_text(value)}")
     if limits:
         below = any((m.of_limit(e) or 1) < 1 for m in measurements for e in m.entries)
         words = ", a single call over the same number of bytes; below 1×: faster than that call"
         out.print(f"limit: {', '.join(limits)}{words * below}", soft_wrap=True)
 
 
-def _cells(measurement: Measurement, entry: Timed) -> Iterator[list[str]]:
-    """Yield a contestant's line, plus another line for each peer after the first."""
+def _cells(measurement: Measurement, entry: Timed) -> Iterator[str]:
+    """Yield the cells of a contestant; the last has a line for each peer."""
     timing, seconds = entry.timing, measurement.per_unit(entry)
     size, _ = unit_of(timing.median)
     digits = 0 if timing.p20 >= 100 * size else 1 if timing.p20 >= 10 * size else 2
-    spread = f"{timing.p20 / size:,.{digits}f}–{timing.p80 / size:,.{digits}f}"
-    per_unit = "" if seconds is None else seconds_text(seconds)
-    ratio = "" if entry.role == "limit" else ratio_text(measurement.of_limit(entry))
-    first, *more = [f"{ratio_text(over)} {name}" for name, over in measurement.over_peers(entry).items()] or [""]
-    yield [f"  {entry.name}", seconds_text(timing.median), spread, per_unit, ratio, first]
-    yield from (["", "", "", "", "", peer] for peer in more)
+    yield from (entry.name, seconds_text(timing.median))
+    yield f"{timing.p20 / size:,.{digits}f}–{timing.p80 / size:,.{digits}f}"
+    yield "" if seconds is None else seconds_text(seconds)
+    yield "" if entry.role == "limit" else ratio_text(measurement.of_limit(entry))
+    yield "\n".join(f"{ratio_text(over)} {name}" for name, over in measurement.over_peers(entry).items())

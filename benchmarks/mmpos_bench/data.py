@@ -8,7 +8,6 @@ from functools import cache, partial
 
 import numpy as np
 
-from mmpos.positions.table import PositionTable
 from mmpos.segments.kinds import Grid
 from mmpos.sequence.builder import SequenceBuilder
 from mmpos.support.checks import IntArray, counted
@@ -86,8 +85,8 @@ def _collating(options: SuiteOptions) -> Iterator[Comparison]:
 def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineup:
     """Line up batches with dense ids (for models without tables) and the individual stages of collating."""
     examples = make()
-    packed, padded, sharded = PackedCollator(), PaddedCollator(), PackedCollator(multiple_of=4)(examples)
-    want, tables = collate_loop(examples), [example.sequence.positions for example in examples]
+    packed, padded = PackedCollator(), PaddedCollator()
+    want = collate_loop(examples)
 
     def ids(collate: Callable[[list[Example]], Batch]) -> tuple[Batch, Tensor]:
         batch = collate(examples)
@@ -98,9 +97,6 @@ def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineu
         positions = batch.position_ids() if positions is None else positions
         return batch.input_ids.view(-1), batch.labels.view(-1), positions.flatten(1), batch.cu_seqlens
 
-    # Rank 0 holds the first and last quarters of every document, and rank 1 the second and third.
-    quarters = sharded.input_ids.view(len(examples), 4, -1)
-    shares = tuple(quarters[:, [rank, 3 - rank]].flatten() for rank in range(2))
     part = partial(giving, role=Role.PART)
     contestants = [
         limit("copies into new tensors", lambda: [tensor.clone() for tensor in want]),
@@ -108,13 +104,6 @@ def _collated(make: Callable[[], list[Example]], options: SuiteOptions) -> Lineu
         giving("padded, and ids", partial(ids, padded), want, read=lambda result: flat(*result)),
         part("packed", partial(packed, examples), want, read=flat),
         part("padded", partial(padded, examples), want, read=flat),
-        part("tables joined", partial(PositionTable.concatenate, tables), want[2], read=PositionTable.dense),
-        part(
-            "one of two shards",
-            partial(sharded.shard, 0, 2),
-            shares,
-            read=lambda shard: tuple(x.input_ids.flatten() for x in (shard, sharded.shard(1, 2))),
-        ),
     ]
     if options.peers:
         contestants.append(giving("plain loop, and ids", partial(collate_loop, examples), want, Role.PEER))

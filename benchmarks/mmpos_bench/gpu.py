@@ -213,9 +213,9 @@ def read_tests(folder: Path) -> Iterator[tuple[str, dict[str, float], list[str]]
 
 def problems_in(folder: Path) -> list[str]:
     """Return failures of our tests, launches and parts; failures of peers are excluded."""
-    from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS
+    from mmpos_bench.peers.rotations import DIFFUSERS, ROTATIONS
 
-    peers = tuple(f", {peer}" for peer in (*ROTATIONS, *NORMS, *DIFFUSERS))
+    peers = tuple(f", {peer}" for peer in (*ROTATIONS, *DIFFUSERS))
     failed = [item for report in reports_in(folder) for item in report.failed.items()]
     return [failure for _, _, failures in read_tests(folder) for failure in failures] + [
         f"{name}: {error}" for name, error in failed if not name.endswith(peers)

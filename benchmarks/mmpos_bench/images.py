@@ -30,9 +30,7 @@ PHOTOS = tuple(Path(mmpos.__file__).parent / "photos" / f"{name}.jpg" for name i
 """Photographs of a cat and of a cup."""
 
 _FRAMES = 2  # identical frames of a still image in Qwen-VL's layout
-_FLOAT32 = ImageProcessor(order="merged", dtype="float32")
 _BUDGET = Budget(3.0, 21)
-_ROUNDING = 1e-5  # tolerance for float32 rounding in another order
 
 Array = npt.NDArray[np.number]
 Patches = npt.NDArray[np.uint8]
@@ -46,9 +44,8 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
         width, height = (128, 96) if options.quick else (1024, 768)
         photos = photographs(width, height)
         name = f"2 JPEG files of {width}×{height}"
-        for dtype, line_up in {"uint8": to_bytes, "float32": to_floats}.items():
-            group = f"JPEG to patches of {dtype}"
-            yield Comparison(group, name, partial(line_up, photos, options), "images", budget=_BUDGET)
+        line_up = partial(to_bytes, photos, options)
+        yield Comparison("JPEG to patches of uint8", name, line_up, "images", budget=_BUDGET)
 
 
 def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
@@ -57,25 +54,6 @@ def to_bytes(photos: list[bytes], options: SuiteOptions) -> Lineup:
     work = {"images": len(photos), "bytes": sum(patches.nbytes for patches in want)}
     ours = _each("mmpos", lambda data: UINT8.process(data).patches, photos, want)
     return Lineup([_copy(want), ours, *_peers(photos, want, options)], work)
-
-
-def to_floats(photos: list[bytes], options: SuiteOptions) -> Lineup:
-    """Line up contestants that compute patches normalised on the host, in Transformers' layout and in ours."""
-    patches = [expected(data) for data in photos]
-    want = [as_pixel_values(image).astype(np.float32) for image in patches]
-    plain = [
-        values.reshape(len(values), 3, _FRAMES, -1)[:, :, 0].swapaxes(1, 2).reshape(image.shape)
-        for values, image in zip(want, patches, strict=True)
-    ]
-    same = partial(UINT8.process, temporal_patch_size=_FRAMES)
-    once = partial(_each, role=Role.PART, at_most=_ROUNDING)
-    contestants = [
-        _copy(want),
-        _each("mmpos, Transformers' layout", lambda data: same(data).patches, photos, want, at_most=_ROUNDING),
-        once("mmpos, each pixel once", lambda data: _FLOAT32.process(data).patches, photos, plain),
-        *_peers(photos, patches, options),
-    ]
-    return Lineup(contestants, {"images": len(photos), "bytes": sum(values.nbytes for values in want)})
 
 
 def _each(

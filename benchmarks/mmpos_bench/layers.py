@@ -19,7 +19,7 @@ from mmpos.segments.kinds import Grid, Text
 from mmpos.segments.table import SegmentTable
 from mmpos.support.cached import cached_property
 from mmpos_bench.proofs import holds
-from mmpos_bench.workloads import Document, Ids, loop_ids, workload
+from mmpos_bench.workloads import Document, loop_ids, workload
 
 Pair = tuple[Tensor, Tensor]
 
@@ -172,19 +172,8 @@ class Layer:
 
     @cached_property
     def angles(self) -> Tensor:
-        """Angles of all tokens, (tokens, pairs)."""
-        return self.angles_of(loop_ids(self.documents, self.shape.scheme))
-
-    @cached_property
-    def following(self) -> tuple[PositionTable, Tensor]:
-        """Table of the same number of text tokens decoded after the document, and their angles."""
-        longer: Document = [*self.documents[0], Text(self.tokens)]
-        ids = loop_ids([longer], self.shape.scheme)[:, -self.tokens :]
-        return self.positions.decode(self.tokens), self.angles_of(ids)
-
-    def angles_of(self, dense: Ids) -> Tensor:
-        """Compute the (tokens, pairs) float64 angles of (axes, tokens) ids: each pair's id times its frequency."""
-        ids = torch.from_numpy(dense).to(self.device)
+        """Float64 angles of all tokens, (tokens, pairs): each pair's id times its frequency."""
+        ids = torch.from_numpy(loop_ids(self.documents, self.shape.scheme)).to(self.device)
         dims = self.shape.axes_dim or (self.shape.head_dim,)
         frequencies = [THETA ** (-2 * torch.arange(dim // 2, dtype=torch.float64) / dim) for dim in dims]
         axis = torch.arange(self.shape.head_dim // 2) % 2
@@ -211,7 +200,7 @@ class Layer:
         *,
         rounded: bool = False,
         norm: bool = False,
-        angles: Tensor | None = None,
+        back: bool = False,
     ) -> None:
         """Check a rotation at every token and channel.
 
@@ -220,13 +209,13 @@ class Layer:
             before: q and k before the rotation.
             rounded: whether cos and sin have the dtype of q and k.
             norm: whether both q and k are normalised first.
-            angles: angles to use instead of those of the positions, such as their negatives.
+            back: whether the rotation is by the negative angles.
 
         Raises:
             NotEqualError: the error exceeds its bound; the message contains the error.
         """
         at_most = ROUNDING[self.dtype][rounded]
-        angles = self.angles if angles is None else angles
+        angles = -self.angles if back else self.angles
         errors: list[Tensor] = []
         for at in range(0, self.tokens, _BLOCK):
             block = slice(at, at + _BLOCK)

@@ -17,43 +17,32 @@ from mmpos.support.checks import Array, IntArray, counted
 from mmpos_bench.peers.positions import engine_loop, load_rope_index
 from mmpos_bench.suites import Comparison, Lineup, Role, SuiteOptions, giving, limit
 from mmpos_bench.timing import Budget
-from mmpos_bench.workloads import SMALL, WORKLOADS, Document, counts, loop_ids, tokens_of, workload
+from mmpos_bench.workloads import SMALL, Document, counts, loop_ids, tokens_of, workload
 
-Dtype = type[np.int32 | np.int64 | np.float64]
-LineUp = Callable[[list[Document]], Lineup]
+LineUp = Callable[[list[Document], SuiteOptions], Lineup]
 Derive = Callable[[PositionTable], PositionTable | tuple[Array, IntArray]]
 
 _TEXT, _IMAGE, _MERGE = 1, 7, 2  # token ids; patches merged along each side
-_SHORT = Budget(0.25, 11)
 
 
 def cases(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield every case; ``quick`` does not change the size of the workloads."""
-    yield from small(options)
+    """Yield single requests and operations on their tables, then requests of growing size."""
     groups: list[tuple[str, LineUp]] = [
-        ("from lists to dense ids", partial(from_lists, options=options)),
-        ("dense(out=), rope-tie, int32", partial(filled, scheme="rope-tie", dtype=np.int32)),
-        ("dense(out=), rope-tie-v2, float64", partial(filled, scheme="rope-tie-v2", dtype=np.float64)),
+        ("small, from lists to dense ids", from_lists),
+        ("small, from token ids to dense ids", from_ids),
     ]
     for group, line_up in groups:
-        yield from (Comparison(group, name, partial(line_up, documents)) for name, documents in WORKLOADS.items())
-    yield from grown(options)
-
-
-def small(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield single requests and operations on their tables, where call overhead outweighs the cost of tokens."""
-    groups: list[tuple[str, LineUp]] = [
-        ("small, from lists to dense ids", partial(from_lists, options=options)),
-        ("small, from token ids to dense ids", partial(from_ids, options=options)),
-    ]
-    for group, line_up in groups:
-        yield from (Comparison(group, name, partial(line_up, documents)) for name, documents in SMALL.items())
+        yield from (Comparison(group, name, partial(line_up, documents, options)) for name, documents in SMALL.items())
     request = workload(1, 1024, 2, 16)
     for name, (derive, columns) in _DERIVED.items():
         yield Comparison("small, from a table", name, partial(derived, request, derive, columns))
     sequences, token = workload(256, 64, 0, 1), [*range(64, 256 * 65, 65)]
     line_up_all = partial(derived, sequences, PositionTable.decode, token)
     yield Comparison("small, from a table", "decode of 256 sequences", line_up_all)
+    for n in [1, 2**4, 2**8, 2**12, 2**16, 2**20][: 2 if options.quick else None]:
+        documents = workload(1, n, n // 320, 16)
+        line_up = partial(lists_or_spans, documents, options)
+        yield Comparison("from lists, over tokens", counted(n, "token", ","), line_up, budget=Budget(0.25, 11))
 
 
 def derived(documents: list[Document], derive: Derive, columns: Sequence[int]) -> Lineup:
@@ -114,14 +103,6 @@ def from_lists(documents: list[Document], options: SuiteOptions) -> Lineup:
     return Lineup(contestants, counts(documents) | {"bytes": out.nbytes})
 
 
-def filled(documents: list[Document], scheme: str, dtype: Dtype) -> Lineup:
-    """Line up ids written to existing memory, with a fill of the memory as the limit."""
-    segments, want = SegmentTable.from_documents(documents), loop_ids(documents, scheme)
-    out = np.zeros(want.shape, dtype)
-    ours = giving("dense(out=)", partial(place(segments, scheme).dense, out), want)
-    return Lineup([limit("fill", partial(out.fill, 1)), ours], counts(documents) | {"bytes": out.nbytes})
-
-
 def from_ids(documents: list[Document], options: SuiteOptions) -> Lineup:
     """Line up dense ids computed from a batch of token ids, with Transformers as a peer.
 
@@ -159,22 +140,6 @@ def token_ids_of(documents: list[Document]) -> tuple[IntArray, IntArray]:
     before_merging = [(1, part.height * _MERGE, part.width * _MERGE) for part in parts if isinstance(part, Grid)]
     input_ids = kinds.repeat(list(map(tokens_of, parts))).reshape(len(documents), -1)
     return input_ids, np.array(before_merging, np.int64).reshape(-1, 3)
-
-
-def grown(options: SuiteOptions) -> Iterator[Comparison]:
-    """Yield cases with more and more tokens, and cases with more and more images among a constant number of tokens."""
-    most = 2 if options.quick else None
-    million = 2**14 if options.quick else 2**20
-
-    def case(group: str, name: str, line_up: Callable[..., Lineup], *sizes: int) -> Comparison:
-        return Comparison(group, name, lambda: line_up(workload(*sizes), options), budget=_SHORT)
-
-    for n in [1, 2**4, 2**8, 2**12, 2**16, 2**20][:most]:
-        yield case("from lists, over tokens", counted(n, "token", ","), lists_or_spans, 1, n, n // 320, 16)
-    for n in [2**10, 2**15, 2**20][:most]:
-        yield case("from token ids, over tokens", f"{n:,} tokens", from_ids, 1, n, n // 320, 16)
-    for n in [0, 100, 10_000][:most]:
-        yield case("from lists, over images", counted(n, "image", ","), lists_or_spans, 1, million, n, 8)
 
 
 def lists_or_spans(documents: list[Document], options: SuiteOptions) -> Lineup:

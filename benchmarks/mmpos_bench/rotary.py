@@ -24,7 +24,7 @@ with needed_for("the rotary suite", extra="all"):
     from mmpos.rotary import Cache, apply_rotary, cos_sin, rotate_and_store
     from mmpos_bench.cuda import Replays, by_events
     from mmpos_bench.layers import PAGE, SHAPES, Layer, Pair
-    from mmpos_bench.peers.rotations import DIFFUSERS, NORMS, ROTATIONS, Make
+    from mmpos_bench.peers.rotations import DIFFUSERS, ROTATIONS, Make
 
 _BUDGET, _EVENTS = Budget(0.7, 15), Budget(0.0, 15)
 _REFERENCE = 8192  # maximum tokens for plain torch on a GPU; with more, a call takes most of a second
@@ -47,11 +47,11 @@ class Size:
         return f"{self.shape}, {self.tokens:,} tokens{of}"
 
 
-SIZES = (*(Size(shape, 4096) for shape in ("7B layer", "72B layer", "vision encoder")), Size("7B layer", 256))
-"""Sizes for a CPU."""
-
-SMALL_SIZES = [Size("7B layer", tokens) for tokens in (1, 16, 64)]
-"""Small sizes for a CPU: a decoding step and a few tokens."""
+SIZES = (
+    *(Size("7B layer", tokens) for tokens in (1, 256)),
+    *(Size(shape, 4096) for shape in ("7B layer", "72B layer", "vision encoder")),
+)
+"""Sizes for a CPU, from a decoding step on."""
 
 FUSED = "generation, norm and rotation"
 
@@ -116,9 +116,6 @@ def cases(options: SuiteOptions) -> Iterator[Comparison]:
 
 def compared(bench: Bench, options: SuiteOptions) -> Iterator[Comparison]:
     """Yield every group at every size."""
-    if bench.device == "cpu" and not bench.toy:
-        for size in SMALL_SIZES[:1] if options.quick else SMALL_SIZES:
-            yield from (bench.compare(group, size, options) for group in SMALL_GROUPS)
     yield bench.compare(FUSED, replace(FLUX, tokens=42) if options.quick else FLUX, options)
     sizes: Sequence[Size] = [Size("7B layer", 8), Size("vision encoder", 8)][: 1 if bench.toy else 2]
     if not options.quick:
@@ -192,12 +189,8 @@ def _rotated(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> 
     layer.judge(got[:2], before, rounded=rounded)
 
 
-def _rotated_at_following(layer: Layer, got: Any, before: Pair) -> None:
-    layer.judge(got[:2], before, angles=layer.following[1])
-
-
 def _rotated_back(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
-    layer.judge(got[:2], before, rounded=rounded, angles=-layer.angles)
+    layer.judge(got[:2], before, rounded=rounded, back=True)
 
 
 def _normalised(layer: Layer, got: Any, before: Pair, *, rounded: bool = False) -> None:
@@ -234,12 +227,6 @@ def _rotate(layer: Layer, *, dense: bool = False, norm: bool = False, **options:
     if norm:
         arguments["norm"] = layer.norm
     return lambda i: apply_rotary(*layer.sets[i], positions, layer.rotary, **arguments)
-
-
-def _rotate_at_following(layer: Layer, **options: Any) -> Call:
-    """Rotate by the position table of the decoded tokens."""
-    table, _ = layer.following
-    return lambda i: apply_rotary(*layer.sets[i], table, layer.rotary, **options)
 
 
 def _phases(layer: Layer) -> Call:
@@ -318,9 +305,9 @@ def _on_sets(layer: Layer, rotate: Callable[[Tensor, Tensor], Pair]) -> Call:
     return lambda i: rotate(*layer.sets[i])
 
 
-def _norms(layer: Layer, options: SuiteOptions, peers: Mapping[str, Make]) -> Iterator[Way]:
+def _norms(layer: Layer, options: SuiteOptions) -> Iterator[Way]:
     """Yield the peers that normalise as well."""
-    for name, make in peers.items():
+    for name, make in DIFFUSERS.items():
         if rotate := options.peer(name, partial(make, layer)):
             yield Way(name, partial(_on_sets, rotate=rotate), partial(_normalised, rounded=True), Role.PEER)
 
@@ -346,14 +333,6 @@ GROUPS: Mapping[str, WaysOfWork] = {
     "in place": WaysOfWork(
         [Way("copy", _copy, role=Role.LIMIT), *_ours(inplace=True)], peers=partial(_peers, kind="inplace")
     ),
-    "norm and rotation": WaysOfWork(
-        [
-            Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
-            Way("mmpos, at once", partial(_rotate, norm=True), _normalised),
-            Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
-        ],
-        peers=partial(_norms, peers=NORMS),
-    ),
     "forward and backward": WaysOfWork(
         [
             Way("copies into new tensors", partial(_copy, fresh=True, times=2), role=Role.LIMIT),
@@ -378,23 +357,6 @@ GROUPS: Mapping[str, WaysOfWork] = {
 """Groups of ways by name."""
 
 
-def _small(**options: Any) -> list[Way]:
-    ways = [way for way in _ours(**options) if way.role is Role.OURS]
-    return [*ways, Way("mmpos, decode table", partial(_rotate_at_following, **options), _rotated_at_following)]
-
-
-SMALL_GROUPS: Mapping[str, WaysOfWork] = {
-    "small, into new tensors": WaysOfWork(
-        [Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT), *_small()],
-        peers=partial(_peers, kind="fresh"),
-    ),
-    "small, in place": WaysOfWork(
-        [Way("copy", _copy, role=Role.LIMIT), *_small(inplace=True)], peers=partial(_peers, kind="inplace")
-    ),
-}
-"""Groups that run only on a CPU, with small sizes whose calls cost more than their tokens."""
-
-
 GENERATION = WaysOfWork(
     [
         Way("copy into new tensors", partial(_copy, fresh=True), role=Role.LIMIT),
@@ -402,9 +364,9 @@ GENERATION = WaysOfWork(
         Way("mmpos, at once, in place", partial(_rotate, norm=True, inplace=True), _normalised),
         Way("torch's norm, then mmpos", _norm_first, partial(_normalised, rounded=True), Role.PEER),
     ],
-    peers=partial(_norms, peers=DIFFUSERS),
+    peers=_norms,
 )
 """Work of a layer of an image generation model."""
 
-ALL_GROUPS: Mapping[str, WaysOfWork] = {**SMALL_GROUPS, **GROUPS, FUSED: GENERATION}
+ALL_GROUPS: Mapping[str, WaysOfWork] = {**GROUPS, FUSED: GENERATION}
 """Groups of all devices."""

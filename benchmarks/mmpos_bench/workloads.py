@@ -31,13 +31,6 @@ SMALL: dict[str, list[Document]] = {
     "4,096 tokens, 4 images of 24×24": workload(1, 4096, 4, 24),
 }
 
-WORKLOADS: dict[str, list[Document]] = {
-    "a: 1 × 4k tokens, 4 images of 24×24": workload(1, 4096, 4, 24),
-    "b: 32 × 8k tokens, 16 images of 16×16 each": workload(32, 8192, 16, 16),
-    "c: 1 × 128k tokens, 200 images of 16×16": workload(1, 131072, 200, 16),
-    "d: 1 × 8k tokens of text": workload(1, 8192, 0, 1),
-}
-
 
 def tokens_of(part: Text | Grid) -> int:
     """Return the number of tokens in a text, image or video."""
@@ -56,7 +49,7 @@ def loop_ids(documents: list[Document], scheme: str) -> Ids:
 
     Args:
         documents: the parts of each document.
-        scheme: "rope-tie", "rope-tie-v2", "mrope" or "flux" (images without reference images).
+        scheme: "rope-tie", "mrope" or "flux" (images without reference images).
 
     Returns:
         (axes, tokens) ids.
@@ -92,13 +85,6 @@ def _tie(grid: Grid) -> tuple[Ids, int]:
     return (_plane(grid) + 1) * [[down], [right]], int(down * right) - 1
 
 
-def _tie_v2(grid: Grid) -> tuple[Ids, int]:
-    """Return ids spaced by 1 around the middle of the ids that the tokens would have as text."""
-    height, width = grid.height, grid.width
-    middle = (height * width + 1) / 2
-    return _plane(grid) - [[(height - 1) / 2], [(width - 1) / 2]] + middle, height * width
-
-
 def _mrope(grid: Grid) -> tuple[Ids, int]:
     return np.insert(_plane(grid), 0, 0, axis=0) + 1, max(grid.height, grid.width)
 
@@ -112,7 +98,6 @@ def _latent(grid: Grid) -> tuple[Ids, int]:
 # and whether text ids advance rather than stay at 0.
 _LOOPS: Mapping[str, tuple[int, Callable[[Grid], tuple[Ids, int]], bool]] = {
     "rope-tie": (2, _tie, True),
-    "rope-tie-v2": (2, _tie_v2, True),
     "mrope": (3, _mrope, True),
     "flux": (3, _latent, False),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError, dataclass, field
 from typing import assert_type
 
 import pytest
@@ -16,14 +16,15 @@ WAIT = 60  # seconds before a blocked child is killed
 
 @dataclass(frozen=True)
 class Frozen:
-    started: threading.Event | None = None
-    release: threading.Event | None = None
+    waits: bool = False
+    started: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
 
     @cached_property
     def value(self) -> list[int]:
         """Return a new list."""
-        if self.started is not None and self.release is not None:
-            self.started.set()
+        self.started.set()
+        if self.waits:
             self.release.wait(WAIT)
         return []
 
@@ -39,9 +40,7 @@ def test_a_value_is_computed_once_for_each_instance() -> None:
 
 
 def test_threads_that_compute_a_value_concurrently_receive_the_same_object() -> None:
-    shared = Frozen(threading.Event(), threading.Event())
-    assert shared.started is not None
-    assert shared.release is not None
+    shared = Frozen(waits=True)
     values: list[list[int]] = []
     threads = [threading.Thread(target=lambda: values.append(shared.value)) for _ in range(2)]
     for thread in threads:
@@ -56,9 +55,7 @@ def test_threads_that_compute_a_value_concurrently_receive_the_same_object() -> 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the situation under test
 def test_a_child_forked_during_a_computation_computes_its_own_value() -> None:
-    busy = Frozen(threading.Event(), threading.Event())
-    assert busy.started is not None
-    assert busy.release is not None
+    busy = Frozen(waits=True)
     thread = threading.Thread(target=lambda: busy.value)
     thread.start()
     try:

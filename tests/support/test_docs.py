@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-import mmpos
 from mmpos.__main__ import main
-from mmpos.data import Example, PackedCollator
 from mmpos_server.testing import running
 
 ROOT = Path(__file__).parents[2]
@@ -125,20 +123,6 @@ def test_examples_on_first_pages_and_on_pages_that_name_no_extra_need_only_cli(t
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {}
-
-
-def test_the_model_in_the_training_loop_accepts_packs_with_and_without_images() -> None:
-    page = (ROOT / "docs/data.md").read_text()
-    (code,) = (match[3] for match in BLOCK.finditer(page) if "class Tiny" in match[3])
-    names: dict[str, Any] = {}
-    exec(compile(code.partition("\ncaptions = ")[0], "example", "exec"), names)
-    model = names["Tiny"]()
-    builder = mmpos.SequenceBuilder(images=mmpos.ImageProcessor("pillow", order="merged", max_tokens=4))
-    for parts in (["text"], ["text", ROOT / "mmpos/photos/coffee.jpg"]):
-        sequence = builder.build(parts)
-        scores = model(PackedCollator()([Example("a", sequence, sequence.input_ids)]))
-        assert scores.shape == (sequence.input_ids.size, 259)
-        assert scores.isfinite().all()
 
 
 @pytest.mark.parametrize(("code", "output"), blocks("console"))

@@ -198,6 +198,11 @@ POSITIONS.pad([11, 3])                   | length: got 3, want >= 4, the length 
 POSITIONS.pad(-1)                        | length: got -1, want >= 0
 POSITIONS.pad(20, "up")                  | side: got 'up', want one of 'left', 'right'
 POSITIONS.padded([11, 12])               | length: got [11, 12], want an integer
+POSITIONS.keep([1] * 15)                 | mask: got int64 (15,), want bool (15,), one per token
+POSITIONS.keep([True] * 14)              | mask: got bool (14,), want bool (15,), one per token
+POSITIONS.keep(np.ones((3, 5), bool))    | mask: got bool (3, 5), want bool (15,), one per token
+POSITIONS.keep(True)                     | mask: got bool (), want bool (15,), one per token
+POSITIONS.keep(None)                     | mask: got object (), want bool (15,), one per token
 POSITIONS.explain(15)                    | token: got 15, want <= 14
 NOTHING.explain(0)                       | token: got 0, want <= -1
 POSITIONS.explain(0, from_documents([[Text(3)]])) | segments: got 3 tokens, want 15

@@ -128,16 +128,6 @@ def load_flashinfer() -> PeerRotation:
     return PeerRotation(partial(rotate, inplace=False), partial(rotate, inplace=True))
 
 
-def compiled_norm(layer: Layer) -> Rotate:
-    """Normalise and rotate with torch's norm and the formula, compiled together."""
-    cos, sin = layer.tables
-
-    def norm_and_rotate(q: Tensor, k: Tensor) -> Pair:
-        return formula(*layer.normed((q, k)), cos, sin)
-
-    return _compiled(norm_and_rotate)
-
-
 def by_diffusers(layer: Layer) -> Rotate:
     """Normalise with diffusers' attention module for FLUX.1, then rotate with its function and float32 phases."""
     from diffusers.models.embeddings import apply_rotary_emb
@@ -185,9 +175,6 @@ ROTATIONS: Mapping[str, Callable[[], PeerRotation]] = {
     "flash-attention": load_flash_attention,
     "flashinfer": load_flashinfer,
 }
-
-NORMS: Mapping[str, Make] = {"torch.compile, norm too": compiled_norm}
-"""Plain torch that also normalises."""
 
 DIFFUSERS: Mapping[str, Make] = {"diffusers": by_diffusers, "diffusers, compiled": compiled_diffusers}
 """Norm and rotation of diffusers."""

@@ -13,7 +13,7 @@ import typer
 
 from mmpos.cli import report
 from mmpos.cli.commands import Documents, Start, group
-from mmpos.cli.options import IMAGE_SUFFIXES, flat, make_scheme, read_specs, scheme_option
+from mmpos.cli.options import flat, make_scheme, read_specs, scheme_option
 from mmpos.errors import MmposError, ServiceTimeoutError, ServiceUnavailableError
 from mmpos.segments.table import SegmentTable
 from mmpos.support.program import console
@@ -149,23 +149,3 @@ def positions(
         typer.echo(report.to_json_text(specs.documents, placed, placed.scheme if name is None else name))
     else:
         report.print_positions(console(), segments, placed)
-
-
-@remote.command()
-@flat
-def build(
-    parts: Annotated[
-        list[str],
-        typer.Argument(metavar="TEXT|IMAGE...", help="Texts and image files, in order.", show_default=False),
-    ],
-    connection: Connection,
-    profile: Profile = None,
-    timeout: Timeout = 30.0,
-) -> None:
-    """Build the sequence of texts and images, and print its segments and ids."""
-    mixed = [Path(part) if Path(part).suffix.lower() in IMAGE_SUFFIXES else part for part in parts]
-    with connection.client(timeout, profile) as client:
-        sequence = client.build(mixed)
-    out = console()
-    out.print(f"{sequence!r}\n")
-    report.print_positions(out, sequence.segments, sequence.positions)

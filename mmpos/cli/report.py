@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from rich import box
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 
 from mmpos.cli.options import Document, to_json
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 _SHORT = 24  # largest number of tokens for which all ids are printed
 _MAX_DOCUMENTS, _MAX_SEGMENTS = 8, 20
 _MAX_JSON_TOKENS = 2**22
-_LEAST_WIDTH = 72  # number of columns for a table with descriptions
 
 
 def show(out: Console, table: RenderableType) -> None:
@@ -161,17 +159,13 @@ def scheme_rows() -> dict[str, SchemeRow]:
 
 
 def print_schemes(out: Console) -> None:
-    """Print the schemes as a table, or one below the other if the terminal is too narrow for the table."""
+    """Print the schemes as a table."""
     table = new_table("scheme", "axes", "ids of\n24×24", "ids", "description", right=("axes", "ids of\n24×24"))
     for name, row in scheme_rows().items():
         consumed = "–" if row.ids_of_24x24 is None else str(row.ids_of_24x24)
         kind = "fractions" if row.fractional else "integers"
-        if out.width < _LEAST_WIDTH:
-            show(out, f"{name}: {counted(row.axes, 'axis')}, {consumed} ids of 24×24, {kind}")
-            show(out, Padding(row.description, (0, 0, 0, 2)))
         table.add_row(name, str(row.axes), consumed, kind, row.description)
-    if out.width >= _LEAST_WIDTH:
-        show(out, table)
+    show(out, table)
 
 
 def settings_values(settings: ModelSettings) -> dict[str, object]:

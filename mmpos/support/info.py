@@ -11,7 +11,10 @@ from mmpos.support.extras import DISTRIBUTION
 
 __all__ = ["cores", "info", "print_info", "version", "version_of"]
 
-_PACKAGES = ("numpy", "torch", "torchvision", "triton", "pillow", "grpcio", "protobuf")
+_PACKAGES = (
+    *("numpy", "torch", "torchvision", "triton", "transformers", "pillow", "av"),
+    *("pyarrow", "datasets", "grpcio", "protobuf"),
+)
 _MISSING = "not installed"
 
 
@@ -20,8 +23,8 @@ def info() -> dict[str, str]:
 
     The packages are not imported. Without the extension, everything works through numpy and produces the same numbers.
 
-    >>> sorted(info())[:4]
-    ['extension', 'grpcio', 'machine', 'mmpos']
+    >>> sorted(info())[:5]
+    ['av', 'datasets', 'extension', 'grpcio', 'machine']
 
     Returns:
         ``mmpos``, ``python``, ``machine``, ``extension`` and the packages that mmpos may use, each with its version or

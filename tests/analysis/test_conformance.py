@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 from mmpos import SegmentTable, place
 from mmpos.integrations.models import MODEL_TYPES, from_hf_config
 from mmpos.positions.table import PositionTable
-from mmpos.rotary import Rotary, cos_sin
+from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES, LatentScheme
 from mmpos.segments import Audio, Clip, Grid, Text, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
@@ -139,56 +138,23 @@ def agrees(got: Any, want: Any) -> bool:
     return want is None or got == (Fraction(want) if isinstance(want, str) else want)
 
 
-def turned(group: Json) -> Iterator[tuple[Rotary, PositionTable, Json]]:
-    """Yield rotation, positions and stored answer of each case about a rotation."""
-    for case in group["cases"]:
-        if case["ask"] == "rotation":
-            placed, tokens = Placed(group, case["document"]), case["tokens"]
-            yield placed.rotary(case), placed.positions.take(tokens, [token + 1 for token in tokens]), case["want"]
-
-
 @pytest.mark.parametrize("path", FILES)
 def test_mmpos_agrees_with_every_case(path: str) -> None:
     for group in lines(path):
         for number, case in enumerate(group["cases"]):
+            placed, want = Placed(group, case.get("document")), case["want"]
             if case["ask"] != "rotation":
-                answer = Placed(group, case.get("document")).answer(case)
-                wrong = {name for name, want in case["want"].items() if not agrees(answer[name], want)}
+                answer = placed.answer(case)
+                wrong = {name for name in want if not agrees(answer[name], want[name])}
                 assert (group["group"], number, wrong) == (group["group"], number, set())
-        for rotary, positions, want in turned(group):
+                continue
+            rotary = placed.rotary(case)
+            positions = placed.positions.take(case["tokens"], [token + 1 for token in case["tokens"]])
             assert agrees(rotary.pair_axis.tolist(), want["pair_axis"]), group["group"]
-            for name, values in zip(("cos", "sin"), cos_sin(rotary, positions), strict=True):
-                flat = values.double().numpy().reshape(positions.num_tokens, -1)
-                np.testing.assert_allclose(flat, want[name], rtol=0, atol=3e-7, err_msg=group["group"])
-
-
-def test_float64_angles_match_every_decimal_of_every_rotation() -> None:
-    cases = [case for group in GROUPS for case in turned(group)]
-    assert len(cases) > 150
-    for rotary, positions, want in cases:
-        angles = rotary.pair_ids(positions.dense(dtype=np.float64)).T * rotary.inv_freq_array
-        for name, function in (("cos", np.cos), ("sin", np.sin)):
-            values = rotary.attention_factor * function(angles)
-            np.testing.assert_allclose(values, want[name], rtol=0, atol=1e-10)
-
-
-def test_the_vectors_contain_ids_computed_by_hand() -> None:
-    by_name = {group["group"]: group for group in GROUPS}
-    tie = by_name["rope-tie/0"]
-    # Text at 7, 8, 9; L = 9; rows 9 + 4i, columns 9 + 3j; text again at 9 + 4·3.
-    assert tie["documents"][0]["segments"][:3] == [{"text": 3}, {"grid": [1, 2, 3]}, {"text": 2}]
-    assert [axis[:11] for axis in tie["cases"][0]["want"]["position_ids"]] == [
-        [7, 8, 9, 13, 13, 13, 17, 17, 17, 21, 22],
-        [7, 8, 9, 12, 15, 18, 12, 15, 18, 21, 22],
-    ]
-    # An image consumes six ids, so text continues at 16, and columns are centred at (9 + 16) / 2.
-    assert by_name["rope-tie-v2/0"]["cases"][0]["want"]["position_ids"][1][3:6] == ["23/2", "25/2", "27/2"]
-    # Two frames of 2×2 begin at 2, time advances by 1, and text follows at 4, since frames are not counted.
-    assert [axis[2:11] for axis in by_name["qwen2_vl/1"]["cases"][0]["want"]["position_ids"]] == [
-        [2, 2, 2, 2, 3, 3, 3, 3, 4],
-        [2, 2, 3, 3, 2, 2, 3, 3, 4],
-        [2, 3, 2, 3, 2, 3, 2, 3, 4],
-    ]
+            angles = rotary.pair_ids(positions.dense(dtype=np.float64)).T * rotary.inv_freq_array
+            for name, function in (("cos", np.cos), ("sin", np.sin)):
+                values = rotary.attention_factor * function(angles)
+                np.testing.assert_allclose(values, want[name], rtol=0, atol=1e-10, err_msg=group["group"])
 
 
 def test_every_scheme_and_model_type_has_cases_of_every_kind() -> None:

@@ -130,25 +130,6 @@ def test_panels_of_one_kind_share_their_scale_by_default() -> None:
         ] == ends
 
 
-@pytest.mark.parametrize(
-    ("positions", "path", "error", "message"),
-    [
-        (table("3"), "ids.bmp", InvalidInputError, "path: got '.*ids.bmp', want a file ending in .png, .svg or .pdf"),
-        (table("3"), "no/ids.png", FileNotFoundError, r"No such file or directory: '.*no/ids.png'"),
-        ([], "ids.png", InvalidInputError, "positions: got no document, want at least one"),
-        (table(*["3"] * 10), "ids.png", LimitExceededError, "positions: got 10 documents, want at most 9"),
-        (table("1048577"), "ids.png", LimitExceededError, "positions: got 1048577 tokens, want at most 1048576"),
-        ([table("1"), table("1048577")], "ids.png", LimitExceededError, r"positions\[1\]: got 1048577 tokens"),
-    ],
-)
-def test_invalid_arguments_are_refused(
-    tmp_path: Path, positions: Any, path: str, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        plot_positions(positions, tmp_path / path)
-    assert list(tmp_path.iterdir()) == []
-
-
 DRAWS: list[Callable[[Path | None], Any]] = [
     lambda path: plot_positions(table("3,2x3,2"), path),
     lambda path: plot_attention([KERNEL], path),
@@ -166,26 +147,28 @@ def test_a_plot_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: pyt
 
 
 TABLE = "want a PositionTable, as returned by mmpos.place"
+REFUSALS: list[tuple[Callable[[], object], str]] = [
+    (lambda: plot_positions(table("3"), "ids.bmp"), "path: got 'ids.bmp', want a file ending in .png, .svg or .pdf"),
+    (lambda: plot_positions([], "ids.png"), "positions: got no document, want at least one"),
+    (lambda: plot_positions(table(*["3"] * 10), "ids.png"), "positions: got 10 documents, want at most 9"),
+    (lambda: plot_positions(table("1048577")), "positions: got 1048577 tokens, want at most 1048576"),
+    (lambda: plot_positions([PLACED, table("1048577")]), "positions[1]: got 1048577 tokens, want at most 1048576"),
+    (lambda: plot_positions(SEGMENTS), f"positions: got SegmentTable, {TABLE}"),
+    (lambda: plot_positions([table("3"), SEGMENTS]), f"positions[1]: got SegmentTable, {TABLE}"),
+    (lambda: plot_positions(PLACED, segments=SEGMENTS), "segments: got 9 tokens, want 4"),
+    (lambda: attention_kernel(SEGMENTS, Rotary(8)), f"positions: got SegmentTable, {TABLE}"),
+    (lambda: attention_kernel(PLACED, OTHER), "rotary: got int, want a Rotary, as returned by mmpos.rotary.Rotary"),
+    (lambda: plot_attention(PLACED), "kernels: got PositionTable, want a list of Kernel"),
+    (lambda: plot_attention(KERNEL), "kernels: got Kernel, want a list of Kernel"),
+    (lambda: plot_attention([]), "kernels: got none, want at least one"),
+    (lambda: plot_attention([KERNEL] * 7), "kernels: got 7, want at most 6"),
+    (lambda: plot_attention([OTHER]), "kernels[0]: got int, want a Kernel, as returned by attention_kernel"),
+]
 
 
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: plot_positions(SEGMENTS), f"positions: got SegmentTable, {TABLE}"),
-        (lambda: plot_positions([table("3"), SEGMENTS]), f"positions[1]: got SegmentTable, {TABLE}"),
-        (lambda: plot_positions(PLACED, segments=SEGMENTS), "segments: got 9 tokens, want 4"),
-        (lambda: attention_kernel(SEGMENTS, Rotary(8)), f"positions: got SegmentTable, {TABLE}"),
-        (lambda: attention_kernel(PLACED, OTHER), "rotary: got int, want a Rotary, as returned by mmpos.rotary.Rotary"),
-        (lambda: plot_attention(PLACED), "kernels: got PositionTable, want a list of Kernel"),
-        (lambda: plot_attention(KERNEL), "kernels: got Kernel, want a list of Kernel"),
-        (
-            lambda: plot_attention([KERNEL, PLACED]),
-            "kernels[1]: got PositionTable, want a Kernel, as returned by attention_kernel",
-        ),
-    ],
-)
-def test_arguments_of_wrong_types_are_refused(draw: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError) as raised:
+@pytest.mark.parametrize(("draw", "message"), REFUSALS, ids=lambda value: value if isinstance(value, str) else "")
+def test_invalid_arguments_are_refused(draw: Callable[[], object], message: str) -> None:
+    with pytest.raises(LimitExceededError if "want at most" in message else InvalidInputError) as raised:
         draw()
     assert str(raised.value) == message
 
@@ -230,11 +213,8 @@ def test_a_video_placed_in_pieces_is_one_image_if_segments_are_passed() -> None:
 def test_legends_list_audio_clips_thumbnails_and_tiles(tmp_path: Path) -> None:
     path = tmp_path / "ids.svg"
     plot_positions(place(SPOKEN, "tmrope"), path, segments=SPOKEN)
-    assert [word for word in texts(path) if word in ("text", "audio", "clip 1", "image 2")] == [
-        "text",
-        "audio",
-        "clip 1",
-        "image 2",
-    ]
+    assert [word for word in texts(path) if word.partition(" ")[0] in ("text", "audio", "clip", "image")][-4:] == [
+        "text", "audio", "clip 1", "image 2",
+    ]  # fmt: skip
     plot_positions(place(TILED, "mrope-canvas"), path, segments=TILED)
     assert {"thumbnail 1", "tile 2", "tile 3"} <= set(texts(path))

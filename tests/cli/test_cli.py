@@ -33,9 +33,6 @@ from mmpos.support.extras import pip_install
 
 pytest.importorskip("typer")
 
-from rich.console import Console
-
-from mmpos.cli.report import print_schemes
 
 Fail = Callable[..., tuple[int, str]]
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
@@ -188,17 +185,6 @@ def test_schemes_lists_every_scheme_with_its_summary() -> None:
     words = " ".join(printed.split())
     assert "centred grids with strides of one" in words
     assert max(map(len, printed.splitlines())) <= 100
-
-
-def test_schemes_fit_a_narrow_terminal() -> None:
-    out = Console(width=40, file=io.StringIO(), markup=False, highlight=False)
-    with out.capture() as capture:
-        print_schemes(out)
-    lines = capture.get().splitlines()
-    assert max(map(len, lines)) <= 40
-    assert len(lines) < 250
-    assert [line.partition(":")[0] for line in lines if line[:1] not in " " and ": " in line] == list(SCHEMES)
-    assert lines[:2] == ["rope-tie: 2 axes, 624 ids of 24×24,", "integers"]
 
 
 def test_schemes_are_written_as_json(fail: Fail) -> None:

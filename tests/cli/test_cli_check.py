@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -17,7 +16,6 @@ import mmpos
 from mmpos.cli.options import as_config
 from mmpos.errors import InvalidInputError
 from mmpos.segments.kinds import Grid, Text
-from mmpos.support.program import EXIT_CODES
 
 pytest.importorskip("typer")
 
@@ -279,11 +277,3 @@ def test_positions_writes_the_file_that_check_reads(run: Run, fail: Fail) -> Non
     assert np.load("ids.npy").tolist() == RIGHT
     assert run("check", "ids.npy", "--spec", "3,2x3,2")[0] == 0
     assert fail("positions", "3", "-o", "ids.txt") == (2, "--output: got 'ids.txt', want a file ending in .npy")
-
-
-def test_help_explains_the_exit_codes(run: Run) -> None:
-    def help_text(*arguments: str) -> str:
-        return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", run(*arguments, "--help")[1]).split())
-
-    assert "Exit codes: 0 equal, 3 different." in help_text("check")
-    assert f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}." in help_text()

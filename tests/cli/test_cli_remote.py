@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 
 Run = Callable[..., tuple[int, str, str]]
-PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +43,6 @@ def test_remote_errors_are_printed_like_errors_in_process(server: str, run: Run)
     here = run("positions", "2x2,2x2")
     assert run("remote", "positions", "2x2,2x2", "--server", server) == here
     assert here[0] == 2
-
-
-def test_a_sequence_is_built_from_text_and_a_photo(server: str, run: Run) -> None:
-    code, out, err = run("remote", "build", "A photo of ", str(PHOTOS / "coffee.jpg"), "--server", server)
-    assert (code, err) == (0, "")
-    assert out.startswith("InterleavedSequence(112 tokens, 1 image, patches=uint8 (396, 14, 14, 3))\n")
-    assert "grid 11×9" in out
 
 
 def test_info_and_health_describe_the_server(server: str, run: Run) -> None:

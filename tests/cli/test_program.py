@@ -173,6 +173,8 @@ def ends(error: BaseException) -> Callable[..., Any]:
 def test_every_error_produces_an_exit_code_and_at_most_one_line(
     error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with pytest.raises(ZeroDivisionError):  # an unexpected error keeps its traceback
+        run_program("mmpos", ends(ZeroDivisionError()), [])
     assert run_program("mmpos", ends(error), []) == code
     assert code in EXIT_CODES
     assert capsys.readouterr() == ("", message and f"mmpos: {message}")
@@ -197,11 +199,6 @@ def test_ctrl_c_during_imports_is_quiet(package: str, command: list[str], folder
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
-
-
-def test_an_unexpected_error_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run_program("mmpos", ends(ZeroDivisionError()), [])
 
 
 def test_an_ascii_terminal_shows_similar_characters(run: Run) -> None:
@@ -259,32 +256,18 @@ COMPLETIONS = [
 ]
 
 
-def complete(shell: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the completions that a shell receives for a line."""
-    words = line.split(" ")
-    monkeypatch.setenv("_MMPOS_COMPLETE", f"complete_{shell}")
-    monkeypatch.setenv("COMP_WORDS", line)
-    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
-    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
-    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 10_000)  # as in a process started for completion
-    with pytest.raises(SystemExit):
-        main([])
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
 @pytest.mark.parametrize(("line", "values"), COMPLETIONS, ids=[line for line, _ in COMPLETIONS])
 def test_command_lines_are_completed(
     line: str, values: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mmpos_server.options")
-    assert complete("bash", line, capsys, monkeypatch).split() == values
-    fish = complete("fish", line, capsys, monkeypatch).splitlines()
-    assert [completion.partition("\t")[0] for completion in fish if completion] == values
-    zsh = re.findall(r'"([^"]+)"(?::"[^"]*")?', complete("zsh", line, capsys, monkeypatch))
-    assert zsh == values
+    monkeypatch.setenv("_MMPOS_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    with pytest.raises(SystemExit):
+        main([])
+    captured = capsys.readouterr()
+    assert (captured.out.split(), captured.err) == (values, "")
 
 
 def test_the_help_for_a_completion_is_one_line() -> None:

@@ -180,11 +180,6 @@ def frames(times: list[int], after: list[int]) -> list[list[int]]:
     return [[0, 1, 2, *times, *after], *[[0, 1, 2, 3, 3, 3, *after]] * 2]
 
 
-def video(*times: float) -> list[list[float]]:
-    """Return the ids of two one-patch frames between two text tokens, with centred rows and columns."""
-    return [list(times), *[[times[0], times[3] / 2, times[3] / 2, times[3]]] * 2]
-
-
 CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     ([0, 1, 2, 3, 0, 1, 2], TWO, {}, DOCUMENT),
     ([0, 1, 2, 3, 4, 5, 6], TWO, {}, BATCH),
@@ -242,8 +237,6 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         {},
         "these are the ids of rope-tie-v2(rounding=floor)",
     ),
-    (video(0, 4, 8, 12), "1,2x1x1,1", MROPE, "these are the ids of rope-tie(axes=3)"),
-    (video(0, 2, 4, 6), "1,2x1x1,1", MROPE, "these are the ids of rope-tie-lcm(axes=3)"),
     (
         [[0, 2, 2, 3, 3, 5], [0, 2.5, 2.5, 2.5, 2.5, 5], [0, 2, 3, 2, 3, 5]],
         "1,2x1x2,1",
@@ -385,7 +378,6 @@ def test_wrong_seconds_per_frame_are_recognized(times: list[int], cause: str) ->
     assert diagnosis.token == 4
 
 
-PICTURE = [mmpos.Text(1), Thumbnail(1, 1), mmpos.Text(1), Thumbnail(1, 1), mmpos.Text(1)]
 SLICED = [mmpos.Text(1), Thumbnail(1, 2), Tile(1, 2), Tile(1, 2), mmpos.Text(1)]
 SOUND = [mmpos.Text(1), Clip(1, 2, frames=1, audio=1), mmpos.Text(1), mmpos.Grid(1, 2), mmpos.Text(1)]
 VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1, 26)), mmpos.Text(2)]
@@ -394,22 +386,12 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
 @pytest.mark.parametrize(
     ("document", "scheme", "ids", "cause"),
     [
-        # Text is the fifth token after the first thumbnail, and the ninth after the second.
-        (PICTURE, "mrope-canvas", [[0, 1, 1, 1, 4, 5, 5, 5, 8], *[[0, 0, 1, 2, 4, 4, 5, 6, 8]] * 2], AHEAD),
         # The canvas has two rows and two columns instead of one row and four columns.
         (
             SLICED,
             "mrope-canvas",
             [[0, *[1] * 12, 4], [0, 0, 1, 2, 3, 1, 1, 2, 2, 1, 1, 2, 2, 4], [0, 0, 1, 1, 3, 1, 1, 1, 1, 2, 2, 2, 2, 4]],
             EXCHANGED,
-        ),
-        # The clip is two markers, patches and audio with the same ids, and two markers; text follows as the ninth
-        # token.
-        (
-            SOUND,
-            "tmrope",
-            [*[[0, 1, 1, 2, 2, 2, 3, 3, 8, 9, 9, 11]] * 2, [0, 1, 1, 2, 3, 2, 3, 3, 8, 9, 10, 11]],
-            AHEAD,
         ),
         # Frames are half an id apart, and text follows after 6 ids instead of 3.
         (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from hashlib import blake2b
 from itertools import groupby, pairwise
-from math import floor
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def canonical(document: Rows) -> str:
     runs = [[Fraction(1), *step] for step in steps[:1]]
     runs += [[Fraction(len([*run])), *step] for step, run in groupby(steps[1:])]
     fractional = any(number.denominator > 1 for run in runs for number in run[1:])
-    columns = [[floor(number) for number in run] for run in runs]
+    columns = [[math.floor(number) for number in run] for run in runs]
     if fractional:
         for column, run in zip(columns, runs, strict=True):
             column += [getattr(number % 1, part) for part in ("numerator", "denominator") for number in run[1:]]
@@ -122,14 +123,10 @@ def test_fingerprints_differ_exactly_where_ids_differ(
     assert diagnosis.equal or diagnosis.axis == at // positions.num_tokens
 
 
-def test_the_second_token_begins_a_run_even_if_its_step_equals_the_first_id() -> None:
-    positions = place(SegmentTable.from_documents([[Text(3)], [Text(1)]]), "flatten", 1)
-    assert fingerprint(positions) == [canonical([[1, 2, 3]]), canonical([[1]])]
-
-
 def test_fingerprints_depend_on_axes_tokens_and_steps_that_wrap_around() -> None:
     low, high = -(2**31), 2**31 - 1
     documents: list[Rows] = [
+        [[1, 2, 3]],  # the second token begins a run even if its step equals the first id
         [[]],
         [[], []],
         [[0]],
@@ -149,56 +146,60 @@ def test_fingerprints_depend_on_axes_tokens_and_steps_that_wrap_around() -> None
     assert fingerprint(np.zeros((3, 0, 4), np.int64)) == []
 
 
-FRACTIONS = st.builds(Fraction, st.integers(-(10**9), 10**9), st.integers(1, 2000)).filter(
-    lambda number: number.denominator**2 * abs(number) < 2**52
+def exact_in_floats(number: Fraction) -> bool:
+    return number.denominator**2 * abs(number) < 2**52
+
+
+INTEGERS = st.integers(-(2**31), 2**31 - 1).map(Fraction)
+FRACTIONS = st.builds(Fraction, st.integers(-(10**9), 10**9), st.integers(1, 2000)).filter(exact_in_floats)
+TOKENS = st.integers(1, 3).flatmap(
+    lambda axes: st.lists(
+        st.lists(st.tuples(*[st.one_of(INTEGERS, FRACTIONS)] * axes), max_size=5), min_size=1, max_size=3
+    ).filter(any)
 )
+"""Documents as lists of tokens, which have an exact id on every axis."""
 
 
-@settings(max_examples=60)
-@given(st.lists(st.lists(FRACTIONS, min_size=4, max_size=4), min_size=1, max_size=3))
-@example([[Fraction(n, 3) for n in range(-3, 9)]])  # one denominator for all
-@example([[Fraction(9256492036, 7), Fraction(1, 8191), Fraction(1, 999)]])  # float64 rounds the numerators
-@example([[Fraction(1, 3), Fraction(1, 3) + Fraction(1, 999_983), Fraction(2, 3) - Fraction(1, 999_979)]])
-def test_floats_and_numerators_are_read_as_exact_fractions(rows: list[list[Fraction]]) -> None:
-    want = [canonical(rows)]
-    assert fingerprint([[float(number) for number in row] for row in rows]) == want
-    for row in rows:
-        numerators, over = zip(*[number.as_integer_ratio() for number in row], strict=True)
-        assert fingerprint(numerators, denominators=over) == [canonical([row])]
+@settings(max_examples=150)
+@given(TOKENS, st.randoms(use_true_random=False), st.booleans())
+@example([[(Fraction(n, 3),) for n in range(-3, 9)]], Random(0), False)  # one denominator for all
+@example([[(Fraction(9256492036, 7), Fraction(1, 8191), Fraction(1, 999))]], Random(0), False)  # rounds numerators
+@example([[(Fraction(1, 3),), (Fraction(1, 3) + Fraction(1, 999_983),)]], Random(0), False)
+@example([[(Fraction(1, 2),), (Fraction(1),)], [(Fraction(3),), (Fraction(4),)]], Random(0), False)  # equal numerators
+def test_any_ids_are_read_as_exact_fractions_and_masked_ids_are_not_read(
+    documents: list[list[tuple[Fraction, ...]]], random: Random, masked: bool
+) -> None:
+    axes = max(len(token) for tokens in documents for token in tokens)
+    want = [canonical(list(zip(*tokens, strict=True)) or [[]] * axes) for tokens in documents]
+    mask, floats, over, numerators = list[int](), list[Any](), list[int](), list[Any]()
+    edges = [0]
+    for tokens in documents:
+        for token in tokens:
+            while masked and random.random() < 0.5:
+                mask.append(0)
+                floats.append([random.choice([np.nan, np.inf, 1e-12, 7.0])] * axes)
+                numerators.append([random.choice([7, 2**62])] * axes)
+                over.append(random.choice([0, -1, 2**40]))
+            mask.append(1)
+            floats.append([float(number) for number in token])
+            over.append(math.lcm(*(number.denominator for number in token)))
+            numerators.append([int(number * over[-1]) for number in token])
+        edges.append(len(mask))
+    options: dict[str, Any] = {"cu_seqlens": edges} | ({"attention_mask": mask} if masked else {})
+    assert fingerprint(np.array(floats).T, **options) == want
+    if max(over) < 2**31 or masked:
+        assert fingerprint(np.array(numerators).T, denominators=over, **options) == want
 
 
-def test_a_third_rounded_to_float32_is_not_a_third() -> None:
-    assert fingerprint(np.array([[1 / 3]], np.float32)) != fingerprint([[1 / 3]])
+def test_ids_are_never_repaired_and_an_empty_row_of_a_batch_is_a_document() -> None:
+    assert fingerprint(np.array([[1 / 3]], np.float32)) != fingerprint([[1 / 3]])  # rounded to float32
     assert fingerprint(np.array([[0.25]], np.float16)) == fingerprint([[0.25]])
-
-
-def test_integer_documents_packed_with_fractions_keep_their_fingerprints() -> None:
-    rows: Any = [[0, 1, 2, 3, Fraction(1, 2), 1, Fraction(3, 2), 5, 5, 5]]
-    edges = [0, 4, 7, 7, 10]
-    want = [canonical([rows[0][a:b]]) for a, b in pairwise(edges)]
-    assert fingerprint([list(map(float, rows[0]))], cu_seqlens=edges) == want
-    assert fingerprint([[int(2 * number) for number in rows[0]]], denominators=2, cu_seqlens=edges) == want
-    over = {"denominators": [2, 2, 1, 1]}  # the numerators alone have equal steps
-    assert fingerprint([1, 2, 3, 4], **over) == [canonical([[Fraction(1, 2), 1, 3, 4]])]
-    assert fingerprint([-(2**32), 2**32 - 2], denominators=2) == fingerprint([-(2**31), 2**31 - 1])
-
-
-def test_masked_ids_are_neither_counted_nor_checked() -> None:
-    mask = [1, 0, 1, 0, 0]
-    want = [canonical([[Fraction(1, 2), 2]])]
-    assert fingerprint([[0.5, np.nan, 2.0, np.inf, 1e-12]], attention_mask=mask) == want
-    assert fingerprint(np.array([[1, 2**63, 4, 2**62, 9]], np.uint64), attention_mask=mask, denominators=2) == want
-    assert fingerprint([[1, 7, 2, 7, 7]], attention_mask=mask, denominators=[2, 0, 1, -1, 2**40]) == want
-    assert same_positions({"position_ids": [[0.5, np.nan, 2.0]], "attention_mask": mask[:3]}, [[0.5, 2.0]]).equal
-
-
-def test_padding_can_be_anywhere() -> None:
-    ids = [[9, 0, 1, 9, 2, 0, 9, 1]]
-    want = [canonical([[0, 1, 2]]), canonical([[0, 1]]), canonical([[]])]
-    assert fingerprint(ids, attention_mask=[0, 1, 1, 0, 1, 1, 0, 1], cu_seqlens=[0, 5, 8, 8]) == want
-    batch = [[9, 0, 1], [4, 5, 6]]
-    assert fingerprint(batch, attention_mask=[[0, 1, 1], [1, 0, 0]]) == [canonical([[0, 1]]), canonical([[4]])]
-    assert fingerprint(ids, attention_mask=[0] * 8) == [canonical([[]])]
+    batch = [[9, 0, 1], [4, 5, 6], [7, 8, 9]]
+    want = [canonical([[0, 1]]), canonical([[4]]), canonical([[]])]
+    assert fingerprint(batch, attention_mask=[[0, 1, 1], [1, 0, 0], [0, 0, 0]]) == want
+    large = np.array([[1, 2**63, 4]], np.uint64)
+    assert fingerprint(large, attention_mask=[1, 0, 1], denominators=2) == [canonical([[Fraction(1, 2), 2]])]
+    assert same_positions({"position_ids": [[0.5, np.nan, 2.0]], "attention_mask": [1, 0, 1]}, [[0.5, 2.0]]).equal
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from mmpos.rotary import apply_rotary
 from mmpos_bench import data, layers
 from mmpos_bench.data import mix
 from mmpos_bench.layers import SHAPES, Layer, LayerShape, interleaved
-from mmpos_bench.peers.rotations import ROTATIONS, by_formula
+from mmpos_bench.peers.rotations import by_formula
 from mmpos_bench.proofs import NotEqualError
-from mmpos_bench.rotary import ALL_GROUPS, FUSED, Bench, compared, contestant
+from mmpos_bench.rotary import ALL_GROUPS, FUSED, Bench, Size, contestant
 from mmpos_bench.serving import LoadTurn, by_rate
 from mmpos_bench.suites import Role, SuiteOptions
 from mmpos_bench.timing import Budget
@@ -76,22 +76,10 @@ def test_every_way_passes_its_proof_and_is_refused_with_wrong_positions(group: s
 
 
 def test_a_measurement_records_its_tokens_documents_and_bytes() -> None:
-    (case,) = [
-        case
-        for case in compared(Bench("cpu"), SuiteOptions(quick=True))
-        if case.group.startswith("norm, rotation and store")
-    ][:1]
+    case = Bench("cpu").compare("norm, rotation and store", Size("7B layer", 8), SuiteOptions(quick=True))
     measured = case.measure(Budget(0.0, 2))
     assert measured.work == {"tokens": 8, "documents": 1, "bytes": 2 * 8 * (32 + 3 * 8 - 8) * 128 * 2}
     assert measured.name == "7B layer, 8 tokens"
-
-
-def test_peers_that_require_a_gpu_are_reported_missing_without_one() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is available")
-    options = SuiteOptions(peers=True)
-    assert options.peer("Liger", ROTATIONS["Liger"]) is None
-    assert options.missing == {"Liger": "ImportError: its kernel requires a GPU"}
 
 
 class Forgets(Packer):

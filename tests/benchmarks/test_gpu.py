@@ -72,50 +72,33 @@ def test_the_report_contains_all_problems_and_figures(part: Callable[[int], Part
     assert "(abc)" in report
 
 
-def test_a_contestant_or_a_comparison_that_fails_is_recorded_and_the_others_are_measured(
-    part: Callable[[int], Part],
-) -> None:
+def test_what_fails_is_recorded_and_left_out_until_the_context_is_lost(part: Callable[[int], Part]) -> None:
     broken = Comparison("g", "broken", Mock(side_effect=RuntimeError("out of memory")))
     first = case("n", limit("copy", int), giving("wrong", int, 1), giving("right", int, 0))
     report = measured(part(2), first, broken, case("next", limit("copy", int)))
-    assert report.failed == {
-        "g: n, wrong": "NotEqualError: []: got 0, want 1",
-        "g: broken": "RuntimeError: out of memory",
-    }
+    wrong = {"g: n, wrong": "NotEqualError: []: got 0, want 1"}
+    assert report.failed == {**wrong, "g: broken": "RuntimeError: out of memory"}
     names = {m.name: [e.name for e in m.entries] for m in report.measurements}
     assert names == {"n": ["copy", "right"], "next": ["copy"]}
-
-
-def test_a_lost_context_ends_the_measurement_and_keeps_the_figures(part: Callable[[int], Part]) -> None:
     lost, part_2 = Mock(side_effect=RuntimeError("lost")), part(2)
-    cases = [case("n", limit("copy", int)), case("m", giving("wrong", int, 1)), case("next", limit("copy", int))]
     with pytest.raises(RuntimeError, match="lost"):
-        measured(part_2, *cases, synchronize=lost)
+        measured(part_2, case("m", limit("copy", int)), first, case("next", limit("copy", int)), synchronize=lost)
     report = from_json(part_2.path.read_text())
-    assert [m.name for m in report.measurements] == ["n"]
-    assert report.failed["g: m, wrong"] == "NotEqualError: []: got 0, want 1"
+    assert [m.name for m in report.measurements] == ["m"]
+    assert report.failed == {**wrong, "g: n": "RuntimeError: lost"}
 
 
-@pytest.mark.parametrize(
-    ("status", "failed", "missing"),
-    [
+def test_a_part_that_does_not_finish_is_reported(part: Callable[[int], Part], monkeypatch: pytest.MonkeyPatch) -> None:
+    for status, failed, missing in (
         (0, {}, {}),
         (1, {"speed": "ended with 1: Segmentation fault"}, {}),
         (None, {}, {"speed": "out of time; the last comparisons were not measured"}),
-    ],
-)
-def test_a_part_that_does_not_finish_is_reported(
-    status: int | None,
-    failed: dict[str, str],
-    missing: dict[str, str],
-    part: Callable[[int], Part],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Part, "run", lambda self, *command, seconds: (status, "Segmentation fault"))
-    part_2 = part(2)
-    gpu.speed(part_2)
-    assert (part_2.report.failed, part_2.report.missing) == (failed, missing)
-    assert from_json(part_2.path.read_text()) == part_2.report
+    ):
+        monkeypatch.setattr(Part, "run", lambda self, *_, status=status, **__: (status, "Segmentation fault"))
+        part_2 = part(2)
+        gpu.speed(part_2)
+        assert (part_2.report.failed, part_2.report.missing) == (failed, missing)
+        assert from_json(part_2.path.read_text()) == part_2.report
 
 
 def test_findings_of_sanitizers_and_missing_ones_are_recorded(

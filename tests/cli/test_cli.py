@@ -268,30 +268,17 @@ def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> 
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "qwen2_5_vl"}')
     printed = run("schemes", "--config", str(config))
-    assert (
-        printed
-        == """\
-setting                value
-──────────────────────────────────────────────────────────────
-model_type             qwen2_5_vl
-scheme                 mrope-transformers(tokens_per_second=4)
-rotary.head_dim        128
-rotary.theta           1000000.0
-rotary.axes            3
-rotary.allocation      sections
-rotary.pairing         half
-rotary.rotary_dim      128
-rotary.precision       exact
-rotary.mrope_section   (16, 24, 24)
-placeholders.image     151655
-placeholders.video     151656
-image_markers          (151652, 151653)
-start                  0
-spatial_merge_size     2
-temporal_merge_size    1
-patch_size             14
-"""
-    )
+    rows = dict(line.split(maxsplit=1) for line in printed.splitlines() if "─" not in line)
+    assert [*rows.items()][:4] == [
+        ("setting", "value"),
+        ("model_type", "qwen2_5_vl"),
+        ("scheme", "mrope-transformers(tokens_per_second=4)"),
+        ("rotary.head_dim", "128"),
+    ]
+    assert (rows["rotary.mrope_section"], rows["placeholders.video"], rows["image_markers"], rows["patch_size"]) == (
+        "(16, 24, 24)", "151656", "(151652, 151653)", "14",
+    )  # fmt: skip
+    assert "second_rotary.head_dim" not in rows
     assert run("schemes", "--config", str(tmp_path)) == printed
     written = json.loads(run("schemes", "--config", str(config), "--json"))
     assert (written["rotary.mrope_section"], written["scheme"]) == (
@@ -349,9 +336,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
         (["positions", "."], f"SPEC|FILE: got '.', {WANT_SUFFIX}"),
         (["positions", "none.json"], "none.json: no such file"),
         (["explain", "3", "3"], "token: got 3, want <= 2"),
-        (["explain", "3", "x"], None),
         (["positions", "3", "-s", "rope_tie"], f"--scheme: got 'rope_tie' (did you mean 'rope-tie'?), {WANT_SCHEME}"),
-        (["positions", "3", "--start", "x"], None),
         (["positions", "2000000000", "--json"], "--json: got 2000000000 tokens, want at most 4194304"),
         (["plot", "ids", "3", "-o", "ids.bmp"], "path: got 'ids.bmp', want a file ending in .png, .svg or .pdf"),
         (["plot", "ids", "3"], "Missing option '--output' / '-o'; see mmpos plot ids --help"),
@@ -365,13 +350,10 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
             ["positions", "3", "--jsn"],
             "No such option: --jsn (Possible options: --json); see mmpos positions --help",
         ),
-        (["positions", "3", "--bogus"], None),
     ],
 )
-def test_errors_are_one_line(fail: Fail, arguments: list[str], line: str | None, tmp_path: Path) -> None:
-    code, message = fail(*arguments)
-    assert code == 2
-    assert line is None or message == line
+def test_errors_are_one_line(fail: Fail, arguments: list[str], line: str, tmp_path: Path) -> None:
+    assert fail(*arguments) == (2, line)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -379,5 +379,5 @@ def test_the_wheel_has_the_stable_abi_only_if_python_has_the_gil() -> None:
 
 @pytest.mark.slow
 def test_the_library_passes_its_tests_without_the_extension() -> None:
-    files = [*("segments", "placeholders", "positions", "golden", "errors", "table_checks")]
-    run_tests("", *(str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in files))
+    names = ("segments", "placeholders", "positions", "golden", "errors", "table_checks")
+    run_tests("", *(str(path) for name in names for path in (ROOT / "tests").rglob(f"test_{name}.py")))

@@ -126,18 +126,15 @@ def test_fingerprints_differ_exactly_where_ids_differ(
 def test_fingerprints_depend_on_axes_tokens_and_steps_that_wrap_around() -> None:
     low, high = -(2**31), 2**31 - 1
     documents: list[Rows] = [
-        [[1, 2, 3]],  # the second token begins a run even if its step equals the first id
         [[]],
         [[], []],
         [[0]],
         [[0, 0]],
         [[0], [0]],
+        [[1, 2, 3]],  # the second token begins a run even if its step equals the first id
         [[low, high, low, high]],
         [[high, low, high, low]],
-        [[0, low, 0]],
         [[0, low, 0, low, 0, low, Fraction(1, 2)]],
-        [[0, 1, 2, 2, 2, 4], [0, 1, 2, 3, -7, high]],
-        [[0, 1, 2, 3, -7, high], [0, 1, 2, 2, 2, 4]],
     ]
     prints = [fingerprint(np.array(document, np.float64)) for document in documents]
     assert prints == [[canonical(document)] for document in documents]

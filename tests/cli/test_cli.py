@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -410,25 +409,6 @@ def test_a_missing_extra_is_named_in_one_line(fail: Fail, monkeypatch: pytest.Mo
     assert (code, message) == (1, f"{feature}: {missing} is not installed; install it with: {pip_install('cli')}")
     if missing == "typer":
         assert fail("serve") == (1, f"{feature}: {missing} is not installed; install it with: {pip_install('server')}")
-
-
-@pytest.mark.parametrize("module", ["mmpos", "mmpos_server"])
-def test_incompatible_protobuf_versions_are_reported_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
-    versions = pytest.importorskip("google.protobuf.runtime_version")
-    pytest.importorskip("mmpos_server.options")
-
-    def app(**arguments: object) -> None:
-        raise versions.VersionError("Detected incompatible versions when loading health.proto.")
-
-    for name in ("mmpos.cli", "mmpos_server.options"):
-        monkeypatch.setattr(importlib.import_module(name), "app", app)
-    assert importlib.import_module(f"{module}.__main__").main(["remote", "health"]) == 1
-    remedy = f"Install all packages that need protobuf in one command: {pip_install('server')}"
-    assert capsys.readouterr().err == (
-        f"{module}: error: Detected incompatible versions when loading health.proto. {remedy}\n"
-    )
 
 
 def test_a_spec_may_be_longer_than_a_valid_file_name() -> None:

@@ -65,22 +65,17 @@ def test_the_exceptions_have_documented_base_classes() -> None:
 
 INVALID = """
 # The check of each kind of argument; the rows below show that every argument is checked.
-checks.integer("n", True)                                   | n: got True, want an integer
 checks.integer("n", np.True_)                               | n: got np.True_, want an integer
 checks.integer("n", "3")                                    | n: got '3', want an integer
-checks.integer("n", -1, minimum=0)                          | n: got -1, want >= 0
 checks.integer("n", 2**70, maximum=9)                       | n: got 1180591620717411303424, want <= 9
 checks.integer("n", 10**5000, maximum=9)                    | n: got a number of more than 4300 digits, want <= 9
 checks.int_array("a", [0.0], (None,))                       | a: got dtype float64, want integers
 checks.int_array("a", [True], (None,))                      | a: got dtype bool, want integers
-checks.int_array("a", [0, 1], (3,))                         | a: got shape (2,), want (3,)
 checks.int_array("a", 0, (None, 3))                         | a: got shape (), want (n, 3)
 checks.int_array("a", np.array([2**63], np.uint64), (None,)) | a: got 9223372036854775808, want integers within int64
 checks.int_array("a", np.ma.masked_array([0, 3], [False, True]), (None,))
     | a: got a masked array, want an array without a mask, which would be lost
 checks.per_document("d", 0.0, 2, minimum=0)                 | d: got 0.0, want an integer
-checks.per_document("d", [0], 2, minimum=0)                 | d: got shape (1,), want (2,)
-checks.per_document("d", [0, -1], 2, minimum=0)             | d[1]: got -1, want >= 0
 # Parts of documents.
 Text(0)                                                     | Text.length: got 0, want >= 1
 Text(2**31)                                                 | Text.length: got 2147483648, want <= 2147483647
@@ -200,9 +195,7 @@ POSITIONS.pad(20, "up")                  | side: got 'up', want one of 'left', '
 POSITIONS.padded([11, 12])               | length: got [11, 12], want an integer
 POSITIONS.keep([1] * 15)                 | mask: got int64 (15,), want bool (15,), one per token
 POSITIONS.keep([True] * 14)              | mask: got bool (14,), want bool (15,), one per token
-POSITIONS.keep(np.ones((3, 5), bool))    | mask: got bool (3, 5), want bool (15,), one per token
 POSITIONS.keep(True)                     | mask: got bool (), want bool (15,), one per token
-POSITIONS.keep(None)                     | mask: got object (), want bool (15,), one per token
 POSITIONS.explain(15)                    | token: got 15, want <= 14
 NOTHING.explain(0)                       | token: got 0, want <= -1
 POSITIONS.explain(0, from_documents([[Text(3)]])) | segments: got 3 tokens, want 15

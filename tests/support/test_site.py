@@ -40,7 +40,6 @@ LOOK = """[
     Math.max(0, document.documentElement.scrollWidth - innerWidth),
     performance.getEntriesByType("resource").map(entry => entry.name).filter(name => !name.startsWith(location.origin)),
 ]"""
-DIALOG = "[...document.querySelectorAll('div')].flatMap(each => each.shadowRoot ?? [])"
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]  # one worker builds the site for all tests
 in_a_browser = pytest.mark.skipif(
@@ -104,18 +103,3 @@ def test_pages_open_without_errors_or_external_requests_at_two_widths(address: s
         return results + page.errors
 
     assert browser.run(tmp_path, steps) == [[width, name, True, 0, []] for width in (400, 1400) for name in OPENED]
-
-
-@in_a_browser
-def test_the_search_finds_a_public_name(address: str, tmp_path: Path) -> None:
-    async def steps(page: browser.Page) -> list[str]:
-        await page.open(f"{address}/index.html")
-        await page.evaluate("document.querySelector('.md-search__button').click()")
-        await page.until(f"{DIALOG}.some(each => each.querySelector('dialog[open] input'))")
-        await page.call("Input.insertText", text="next_positions")
-        await page.until(
-            f"{DIALOG}.some(each => each.querySelector('a[href*=\"#mmpos.PositionTable.next_positions\"]'))"
-        )
-        return page.errors
-
-    assert browser.run(tmp_path, steps) == []

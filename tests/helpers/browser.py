@@ -58,18 +58,6 @@ class Page:
             raise AssertionError(result["exceptionDetails"]["exception"].get("description", script))
         return result["result"].get("value")
 
-    async def until(self, script: str) -> Any:
-        """Evaluate an expression until it is true, and return its value."""
-        async with asyncio.timeout(WAIT):
-            while not (value := await self.evaluate(script)):
-                await asyncio.sleep(0.03)
-        return value
-
-    async def press_right(self) -> None:
-        """Press the right arrow key on the focused element."""
-        for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", windowsVirtualKeyCode=39)
-
     async def _listen(self) -> None:
         async for message in self._socket:
             event = json.loads(message.data)

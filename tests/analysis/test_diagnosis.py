@@ -61,7 +61,9 @@ def test_equal_ids_are_equal_in_every_shape_and_dtype() -> None:
     ids = ids_of(*specs)
     sentence = "All 15 tokens of 2 documents have the ids of rope-tie."
     left = [[row[:11], [9, 9, 9, 9, 9, 9, 9, *row[11:]]] for row in ids.tolist()]
-    assert str(diagnose(ids, *specs)) == sentence
+    equal = diagnose(ids, *specs)
+    assert equal == Diagnosis(True, "rope-tie", 15, 2, different_tokens=0, different_documents=0)
+    assert str(equal) == sentence
     assert str(diagnose(ids.astype(np.float32), *specs)) == sentence
     assert str(diagnose(ids.astype(np.uint8), *specs)) == sentence
     assert str(diagnose(ids[:, None], *specs)) == sentence

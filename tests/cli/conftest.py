@@ -44,6 +44,18 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.fixture
+def printed(run: Run) -> Callable[..., str]:
+    """Return a function that runs a valid command and returns its output."""
+
+    def command(*arguments: str) -> str:
+        code, out, err = run(*arguments)
+        assert (code, err) == (0, "")
+        return out
+
+    return command
+
+
+@pytest.fixture
 def fail(run: Run) -> Callable[..., tuple[int, str]]:
     """Return a function that runs an invalid command and returns its exit code and its one-line error."""
 

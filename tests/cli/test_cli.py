@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -21,7 +19,6 @@ from hypothesis import strategies as st
 from pictures import texts
 from PIL import Image
 
-from mmpos.__main__ import main
 from mmpos.analysis.plot import plot_positions
 from mmpos.cli.options import read_specs, to_json
 from mmpos.positions.place import place
@@ -34,20 +31,13 @@ pytest.importorskip("typer")
 
 
 Fail = Callable[..., tuple[int, str]]
+Printed = Callable[..., str]
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"
 
 
-def run(*arguments: str) -> str:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
-    assert (code, err.getvalue()) == (0, ""), out.getvalue()
-    return out.getvalue()
-
-
-def test_all_ids_of_a_short_document_are_printed() -> None:
+def test_all_ids_of_a_short_document_are_printed(printed: Printed) -> None:
     assert (
-        run("positions", "3,2x3,2")
+        printed("positions", "3,2x3,2")
         == """\
 11 tokens, scheme rope-tie, positions (row, col)
 
@@ -66,20 +56,20 @@ next position 16, delta 5
     )
 
 
-def test_a_long_document_is_printed_as_one_line_per_segment() -> None:
-    lines = run("positions", "100,2x24x24,300", "--scheme", "mrope", "--start", "7").splitlines()
+def test_a_long_document_is_printed_as_one_line_per_segment(printed: Printed) -> None:
+    lines = printed("positions", "100,2x24x24,300", "--scheme", "mrope", "--start", "7").splitlines()
     assert lines[0] == "1,552 tokens, scheme mrope, positions (frame, row, col)"
     assert [line.split()[0] for line in lines[4:] if line] == ["0–99", "100–1251", "+(0,", "1252–1551", "next"]
     assert max(map(len, lines)) == 100
 
 
-def test_fractions_are_printed_as_fractions() -> None:
-    lines = run("positions", "1,1x2", "--scheme", "v2pe").splitlines()
+def test_fractions_are_printed_as_fractions(printed: Printed) -> None:
+    lines = printed("positions", "1,1x2", "--scheme", "v2pe").splitlines()
     assert (lines[5], lines[8]) == ("1–2      grid 1×2   1/4     1/2    row +1/2, col +1/4", "   id  0  1/4  1/2")
 
 
-def test_documents_are_numbered_and_a_missing_next_position_is_explained() -> None:
-    lines = run("positions", "1", "2,1x1", "--scheme", "rows").splitlines()
+def test_documents_are_numbered_and_a_missing_next_position_is_explained(printed: Printed) -> None:
+    lines = printed("positions", "1", "2,1x1", "--scheme", "rows").splitlines()
     assert lines[0] == "document 1: 1 token, scheme rows, positions (row, col)"
     assert lines[12] == "document 2: 3 tokens, scheme rows, positions (row, col)"
     assert [line for line in lines if line.startswith("no next")] == [
@@ -87,18 +77,18 @@ def test_documents_are_numbered_and_a_missing_next_position_is_explained() -> No
     ] * 2
 
 
-def test_long_lists_of_segments_and_documents_are_shortened() -> None:
-    lines = run("positions", ",".join(["1,1x1"] * 20)).splitlines()
+def test_long_lists_of_segments_and_documents_are_shortened(printed: Printed) -> None:
+    lines = printed("positions", ",".join(["1,1x1"] * 20)).splitlines()
     assert lines[19:22] == [
         "15       grid 1×1           (30, 30)   (30, 30)   row +(2, 0), col +(0, 2)",
         "…        20 more segments   …          …          …",
         "36       text 1             (72, 72)   (72, 72)   token +1",
     ]
-    assert run("positions", *["1"] * 11).endswith("\n… and 3 more documents (--json prints them all)\n")
+    assert printed("positions", *["1"] * 11).endswith("\n… and 3 more documents (--json prints them all)\n")
 
 
-def test_json_contains_documents_and_positions() -> None:
-    assert json.loads(run("positions", "1,2x3,1", "2", "--json", "--scheme", "rope-tie")) == {
+def test_json_contains_documents_and_positions(printed: Printed) -> None:
+    assert json.loads(printed("positions", "1,2x3,1", "2", "--json", "--scheme", "rope-tie")) == {
         "scheme": "rope-tie",
         "axes": 2,
         "documents": [[{"text": 1}, {"grid": [2, 3]}, {"text": 1}], [{"text": 2}]],
@@ -109,12 +99,12 @@ def test_json_contains_documents_and_positions() -> None:
     }
 
 
-def test_json_for_fractional_schemes_contains_exact_ids() -> None:
-    printed = json.loads(run("positions", "1,1x2,1", "--json", "--scheme", "rope-tie-v2"))
-    assert printed["position_ids"] == [[0.0, 1.5, 1.5, 3.0], [0.0, 1.0, 2.0, 3.0]]
-    assert printed["exact_position_ids"] == [["0", "3/2", "3/2", "3"], ["0", "1", "2", "3"]]
-    printed = json.loads(run("positions", "2", "--json", "--scheme", "rows"))
-    assert (printed["next_positions"], printed["deltas"]) == (None, None)
+def test_json_for_fractional_schemes_contains_exact_ids(printed: Printed) -> None:
+    output = json.loads(printed("positions", "1,1x2,1", "--json", "--scheme", "rope-tie-v2"))
+    assert output["position_ids"] == [[0.0, 1.5, 1.5, 3.0], [0.0, 1.0, 2.0, 3.0]]
+    assert output["exact_position_ids"] == [["0", "3/2", "3/2", "3"], ["0", "1", "2", "3"]]
+    output = json.loads(printed("positions", "2", "--json", "--scheme", "rows"))
+    assert (output["next_positions"], output["deltas"]) == (None, None)
 
 
 SIDE, SECONDS = st.integers(1, 4), st.none() | st.sampled_from([0.25, 0.5, 3.0])
@@ -155,39 +145,39 @@ def test_documents_written_as_json_are_read_again(documents: Any) -> None:
     ],
 )
 def test_json_files_can_contain_every_kind_of_part(
-    scheme: str, parts: list[object], axis: int, ids: list[int], what: str, tmp_path: Path
+    scheme: str, parts: list[object], axis: int, ids: list[int], what: str, tmp_path: Path, printed: Printed
 ) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"documents": [parts]}))
-    printed = json.loads(run("positions", "a.json", "--scheme", scheme, "--json"))
-    assert (printed["documents"], printed["position_ids"][axis]) == ([parts], ids)
-    assert what in run("positions", "a.json", "--scheme", scheme)
+    output = json.loads(printed("positions", "a.json", "--scheme", scheme, "--json"))
+    assert (output["documents"], output["position_ids"][axis]) == ([parts], ids)
+    assert what in printed("positions", "a.json", "--scheme", scheme)
     described = what.partition(" ")[0]
-    assert f" of a {described} of width " in run("explain", "a.json", "4", "--scheme", scheme)
+    assert f" of a {described} of width " in printed("explain", "a.json", "4", "--scheme", scheme)
 
 
-def test_explain_prints_the_same_sentence_as_the_library() -> None:
-    assert run("explain", "3,2x3", "4") == (
+def test_explain_prints_the_same_sentence_as_the_library(printed: Printed) -> None:
+    assert printed("explain", "3,2x3", "4") == (
         "token 4 (documents[0], token 4) is row 0, column 1 of a grid of width 3 (segment 1): "
         "position (6, 8) = (6, 5) + 0·(4, 0) + 1·(0, 3)\n"
     )
 
 
-def test_schemes_lists_every_scheme_with_its_summary() -> None:
-    printed = run("schemes")
-    rows = [line.split() for line in printed.splitlines() if line.split()[:1] and line.split()[0] in SCHEMES]
+def test_schemes_lists_every_scheme_with_its_summary(printed: Printed) -> None:
+    output = printed("schemes")
+    rows = [line.split() for line in output.splitlines() if line.split()[:1] and line.split()[0] in SCHEMES]
     assert [row[0] for row in rows] == list(SCHEMES)
     assert [row[1] for row in rows] == [str(scheme().axes) for scheme in SCHEMES.values()]
     consumed = {row[0]: row[2] for row in rows}
     assert [consumed[name] for name in ("rope-tie", "rope-tie-v2", "rope-tie-lcm", "mrope", "rows", "v2pe")] == [
         "624", "576", "24", "24", "–", "144",
     ]  # fmt: skip
-    words = " ".join(printed.split())
+    words = " ".join(output.split())
     assert "centred grids with strides of one" in words
-    assert max(map(len, printed.splitlines())) <= 100
+    assert max(map(len, output.splitlines())) <= 100
 
 
-def test_schemes_are_written_as_json(fail: Fail) -> None:
-    written = json.loads(run("schemes", "--json"))
+def test_schemes_are_written_as_json(fail: Fail, printed: Printed) -> None:
+    written = json.loads(printed("schemes", "--json"))
     assert list(written) == list(SCHEMES)
     summary = "RoPE-Tie: patch (i, j) at (L + (w+1)·i, L + (h+1)·j), next text at L + (w+1)(h+1)."
     assert written["rope-tie"] == {"axes": 2, "ids_of_24x24": 624, "fractional": False, "description": summary}
@@ -242,32 +232,34 @@ def test_the_demo_runs_without_torch(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_plot_writes_a_file_and_prints_its_name(tmp_path: Path, arguments: str, expected: list[str]) -> None:
-    assert run("plot", *arguments.split(), "-o", "ids.svg") == "ids.svg\n"
+def test_plot_writes_a_file_and_prints_its_name(
+    tmp_path: Path, arguments: str, expected: list[str], printed: Printed
+) -> None:
+    assert printed("plot", *arguments.split(), "-o", "ids.svg") == "ids.svg\n"
     labels = texts(tmp_path / "ids.svg")
     assert [label for label in expected if label not in labels] == []
 
 
-def test_the_demo_accepts_other_schemes(tmp_path: Path) -> None:
-    lines = run("demo", "--scheme", "rope-tie-v2", "-o", "v2.svg").splitlines()
+def test_the_demo_accepts_other_schemes(tmp_path: Path, printed: Printed) -> None:
+    lines = printed("demo", "--scheme", "rope-tie-v2", "-o", "v2.svg").splitlines()
     assert lines[9].split()[:7] == ["142–229", "8×11", "patches", "(182,", "361/2)", "(189,", "381/2)"]
     assert lines[-2:] == ["Delta     0, which decoding adds to the index of a token", "Picture   v2.svg"]
 
 
-def test_plots_of_several_schemes_share_a_scale_unless_each_has_its_own(tmp_path: Path) -> None:
+def test_plots_of_several_schemes_share_a_scale_unless_each_has_its_own(tmp_path: Path, printed: Printed) -> None:
     command = ["plot", "ids", "3,2x3,2", "-s", "rope-tie", "-s", "mrope", "-o", "ids.png"]
     tables = [place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]]), name) for name in command[4:7:2]]
     for same, options in ((True, []), (False, ["--own-scale"])):
-        run(*command, *options)
+        printed(*command, *options)
         plot_positions(tables, tmp_path / "want.png", same_scale=same)
         assert (tmp_path / "ids.png").read_bytes() == (tmp_path / "want.png").read_bytes()
 
 
-def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> None:
+def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path, printed: Printed) -> None:
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "qwen2_5_vl"}')
-    printed = run("schemes", "--config", str(config))
-    rows = dict(line.split(maxsplit=1) for line in printed.splitlines() if "─" not in line)
+    output = printed("schemes", "--config", str(config))
+    rows = dict(line.split(maxsplit=1) for line in output.splitlines() if "─" not in line)
     assert [*rows.items()][:4] == [
         ("setting", "value"),
         ("model_type", "qwen2_5_vl"),
@@ -278,8 +270,8 @@ def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> 
         "(16, 24, 24)", "151656", "(151652, 151653)", "14",
     )  # fmt: skip
     assert "second_rotary.head_dim" not in rows
-    assert run("schemes", "--config", str(tmp_path)) == printed
-    written = json.loads(run("schemes", "--config", str(config), "--json"))
+    assert printed("schemes", "--config", str(tmp_path)) == output
+    written = json.loads(printed("schemes", "--config", str(config), "--json"))
     assert (written["rotary.mrope_section"], written["scheme"]) == (
         [16, 24, 24],
         "mrope-transformers(tokens_per_second=4)",
@@ -287,13 +279,13 @@ def test_schemes_prints_the_settings_of_a_config(fail: Fail, tmp_path: Path) -> 
     config.write_text('{"model_type": "gemma3"}')
     want = "layer_type: got None, want one of 'full_attention', 'sliding_attention'"
     assert fail("schemes", "--config", str(config)) == (2, want)
-    assert "rotary.theta" in run("schemes", "--config", str(config), "--layer-type", "full_attention")
+    assert "rotary.theta" in printed("schemes", "--config", str(config), "--layer-type", "full_attention")
 
 
-def test_help_lists_the_commands_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run() == run("-h")
+def test_help_lists_the_commands_in_a_fixed_order(monkeypatch: pytest.MonkeyPatch, printed: Printed) -> None:
+    assert printed() == printed("-h")
     monkeypatch.setattr(import_module("mmpos.cli.commands"), "entry_points", lambda group: [])
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", run("--help")).partition("Commands")[2].splitlines()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", printed("--help")).partition("Commands")[2].splitlines()
     assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == [
         "demo", "positions", "check", "plot", "explain", "schemes",
         "info", "serve", "remote", "preprocess", "data", "bench",
@@ -411,5 +403,5 @@ def test_a_missing_extra_is_named_in_one_line(fail: Fail, monkeypatch: pytest.Mo
         assert fail("serve") == (1, f"{feature}: {missing} is not installed; install it with: {pip_install('server')}")
 
 
-def test_a_spec_may_be_longer_than_a_valid_file_name() -> None:
-    assert "387 tokens" in run("positions", ",".join(["2,3x4"] * 27 + ["9"]))
+def test_a_spec_may_be_longer_than_a_valid_file_name(printed: Printed) -> None:
+    assert "387 tokens" in printed("positions", ",".join(["2,3x4"] * 27 + ["9"]))

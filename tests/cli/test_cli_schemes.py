@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 from scheme_properties import every_scheme
 
-from mmpos.__main__ import main
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
 
@@ -20,6 +20,7 @@ pytest.importorskip("typer")
 
 from mmpos.cli.options import make_scheme
 
+Printed = Callable[..., str]
 OWN = '''
 from dataclasses import dataclass
 from typing import ClassVar
@@ -77,11 +78,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.py").write_text("syntax error")
     (tmp_path / "ends.py").write_text("raise SystemExit(0)")
     return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
 
 
 def test_every_scheme_can_be_built_from_its_label() -> None:
@@ -145,45 +141,42 @@ def test_invalid_names_are_refused(name: str, message: str | None) -> None:
     )
 
 
-def test_user_defined_schemes_work_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = json.loads(run(capsys, "positions", "1,2x2,1", "-s", "own:Wide,stride=5", "--json"))
-    assert printed["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
-    assert printed["scheme"] == "own:Wide,stride=5"
-    assert run(capsys, "explain", "1,2x2,1", "4", "-s", "own:WIDER").endswith("(2, 4) = (1, 1) + 1·(1, 0) + 1·(0, 3)\n")
-    assert run(capsys, "plot", "ids", "1,2x2,1", "-s", "own:Wide", "-s", "rope-tie", "-o", "a.svg") == "a.svg\n"
-    run(capsys, "positions", "1,2x2,1", "-s", "own:Wide", "-o", "ids.npy")
-    assert run(capsys, "check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
+def test_user_defined_schemes_work_in_every_command(printed: Printed) -> None:
+    batch = json.loads(printed("positions", "1,2x2,1", "-s", "own:Wide,stride=5", "--json"))
+    assert batch["position_ids"] == [[0, 1, 1, 2, 2, 11], [0, 1, 6, 1, 6, 11]]
+    assert batch["scheme"] == "own:Wide,stride=5"
+    assert printed("explain", "1,2x2,1", "4", "-s", "own:WIDER").endswith("(2, 4) = (1, 1) + 1·(1, 0) + 1·(0, 3)\n")
+    assert printed("plot", "ids", "1,2x2,1", "-s", "own:Wide", "-s", "rope-tie", "-o", "a.svg") == "a.svg\n"
+    printed("positions", "1,2x2,1", "-s", "own:Wide", "-o", "ids.npy")
+    assert printed("check", "ids.npy", "--spec", "1,2x2,1", "-s", "own:Wide").endswith("have the ids of wide.\n")
 
 
 @pytest.mark.slow  # the worker processes import torch
-def test_user_defined_schemes_work_in_preprocess_workers(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_user_defined_schemes_work_in_preprocess_workers(printed: Printed, folder: Path) -> None:
     pytest.importorskip("pyarrow")
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     arguments = ["preprocess", "a.jsonl", "b.jsonl", "-o", "out", "-f", "chat", "-s", "own:Wide", "--workers", "2"]
-    assert re.search(r"^documents +2$", run(capsys, *arguments), re.MULTILINE)
+    assert re.search(r"^documents +2$", printed(*arguments), re.MULTILINE)
 
 
-def test_documents_keep_the_scheme_given_in_their_file(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    first = run(capsys, "positions", "3,4x2x3,1", "-s", "rope-tie-v2,rounding=floor,axes=3", "--json")
+def test_documents_keep_the_scheme_given_in_their_file(printed: Printed, folder: Path) -> None:
+    first = printed("positions", "3,4x2x3,1", "-s", "rope-tie-v2,rounding=floor,axes=3", "--json")
     (folder / "first.json").write_text(first)
-    assert run(capsys, "positions", "first.json", "--json") == first
-    assert json.loads(run(capsys, "positions", "first.json", "5", "--json", "-s", "mrope"))["scheme"] == "mrope"
+    assert printed("positions", "first.json", "--json") == first
+    assert json.loads(printed("positions", "first.json", "5", "--json", "-s", "mrope"))["scheme"] == "mrope"
     np.save("ids.npy", json.loads(first)["position_ids"])
-    output = run(capsys, "check", "ids.npy", "--spec", "first.json")
+    output = printed("check", "ids.npy", "--spec", "first.json")
     assert output.endswith("have the ids of rope-tie-v2(axes=3, rounding=floor).\n")
-    assert "in rope-tie-v2" not in run(capsys, "explain", "first.json", "3", "-s", "mrope")
-    assert run(capsys, "plot", "ids", "first.json", "-o", "a.svg") == "a.svg\n"
+    assert "in rope-tie-v2" not in printed("explain", "first.json", "3", "-s", "mrope")
+    assert printed("plot", "ids", "first.json", "-o", "a.svg") == "a.svg\n"
     assert "rope-tie-v2" in (folder / "a.svg").read_text()
 
 
-def test_files_must_agree_on_a_scheme(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_files_must_agree_on_a_scheme(fail: Callable[..., tuple[int, str]], folder: Path) -> None:
     for name in ("mrope", "rows"):
         (folder / f"{name}.json").write_text(json.dumps({"documents": [[{"text": 1}]], "scheme": name}))
-    assert main(["positions", "mrope.json", "rows.json"]) == 2
-    assert capsys.readouterr().err == (
-        "mmpos: error: scheme: got 'mrope' in mrope.json, 'rows' in rows.json, want one for all documents\n"
-    )
+    two = "scheme: got 'mrope' in mrope.json, 'rows' in rows.json, want one for all documents"
+    assert fail("positions", "mrope.json", "rows.json") == (2, two)
     (folder / "rows.json").write_text('{"documents": [[{"text": 1}]], "scheme": 3}')
-    assert main(["positions", "rows.json"]) == 2
-    assert capsys.readouterr().err == "mmpos: error: rows.json: scheme: got 3, want a name\n"
+    assert fail("positions", "rows.json") == (2, "rows.json: scheme: got 3, want a name")

@@ -11,10 +11,7 @@ from mmpos.support.extras import DISTRIBUTION
 
 __all__ = ["cores", "info", "print_info", "version", "version_of"]
 
-_PACKAGES = (
-    *("numpy", "torch", "torchvision", "triton", "transformers", "pillow", "av"),
-    *("pyarrow", "datasets", "grpcio", "protobuf"),
-)
+_PACKAGES = "numpy torch torchvision triton transformers pillow av pyarrow datasets grpcio protobuf".split()
 _MISSING = "not installed"
 
 

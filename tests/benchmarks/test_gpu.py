@@ -72,7 +72,7 @@ def test_the_report_contains_all_problems_and_figures(part: Callable[[int], Part
     assert "(abc)" in report
 
 
-def test_what_fails_is_recorded_and_left_out_until_the_context_is_lost(part: Callable[[int], Part]) -> None:
+def test_failures_are_recorded_and_left_out_until_the_context_is_lost(part: Callable[[int], Part]) -> None:
     broken = Comparison("g", "broken", Mock(side_effect=RuntimeError("out of memory")))
     first = case("n", limit("copy", int), giving("wrong", int, 1), giving("right", int, 0))
     report = measured(part(2), first, broken, case("next", limit("copy", int)))

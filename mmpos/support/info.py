@@ -11,8 +11,8 @@ from mmpos.support.extras import DISTRIBUTION
 
 __all__ = ["cores", "info", "print_info", "version", "version_of"]
 
-_PACKAGES = "numpy torch torchvision triton transformers pillow av pyarrow datasets grpcio protobuf".split()
-_MISSING = "not installed"
+_PACKAGES: tuple[str, ...] = ("numpy", "torch", "torchvision", "triton", "transformers", "pillow", "av")
+_PACKAGES += ("pyarrow", "datasets", "grpcio", "protobuf")
 
 
 def info() -> dict[str, str]:
@@ -43,7 +43,7 @@ def info() -> dict[str, str]:
         "extension": "built" if native.core is not None else "not built, numpy is used",
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        **{name: version_of(name) or _MISSING for name in _PACKAGES},
+        **{name: version_of(name) or "not installed" for name in _PACKAGES},
     }
 
 

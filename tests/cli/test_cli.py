@@ -85,6 +85,8 @@ def test_long_lists_of_segments_and_documents_are_shortened(printed: Printed) ->
         "36       text 1             (72, 72)   (72, 72)   token +1",
     ]
     assert printed("positions", *["1"] * 11).endswith("\n… and 3 more documents (--json prints them all)\n")
+    second = printed("positions", "1", ",".join(["1,1x1"] * 20))
+    assert (second.count("grid 1×1"), "20 more segments" in second) == (10, True)
 
 
 def test_json_contains_documents_and_positions(printed: Printed) -> None:

@@ -1,12 +1,10 @@
-"""Attacks on a server in random rounds: messages, images, streams, metadata, HTTP/2 frames and idle connections."""
+"""Attacks on a server in random rounds: messages, images, streams and metadata."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import struct
 import time
-import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -22,7 +20,7 @@ from message_strategies import REQUESTS, STREAMS, corpus
 from mutations import image_files, mutate
 from PIL import Image
 
-from mmpos.rpc.v1 import positions_pb2, sequences_pb2
+from mmpos.rpc.v1 import sequences_pb2
 
 BAD = ("INTERNAL", "UNKNOWN")
 CORE = ("Error parsing '", "Compression bit set but no encoding configured")
@@ -45,7 +43,7 @@ class Tally:
 
     Args:
         requests: number of requests sent.
-        statuses: count of each status; for HTTP/2 frames without a status, how the connection ended.
+        statuses: count of each status; for a stream without a status, how the connection ended.
         bad: count of each bad status by kind of request.
         samples: first occurrence of each bad status, as ATTACK:NUMBER and the details.
     """
@@ -218,136 +216,7 @@ def metadata(address: str, chance: random.Random, tally: Tally) -> None:
             tally.add(status, "metadata", f"{text}, of {odd!r}, without {left_out!r}, path {path!r}"[:600])
 
 
-@in_thread
-def frames(address: str, chance: random.Random, tally: Tally) -> None:
-    """Send floods of frames and incomplete frames."""
-    kind, calls = chance.choice(FLOODS), 1
-    try:
-        with Connection(address) as connection:
-            calls = kind(connection, chance)
-            connection.flush()
-            outcomes = connection.statuses(min(calls, 20))
-    except (ConnectionError, H2Error) as error:
-        outcomes = [(type(error).__name__, b"")]
-    for status, details in outcomes:
-        tally.add(status, kind.__name__, details.decode(errors="replace"))
-    tally.requests += max(0, calls - len(outcomes))
-
-
-def rapid_reset(connection: Connection, chance: random.Random) -> int:
-    """Begin calls and cancel each of them immediately."""
-    for _ in range(500):
-        stream = connection.call(PLACE)
-        if chance.random() < 0.5:
-            connection.send(stream, message(valid_messages(PLACE)[0]), wait=False)
-        connection.h2.reset_stream(stream)
-    return 500
-
-
-def half_messages(connection: Connection, chance: random.Random) -> int:
-    """Send messages that lack their last byte."""
-    for _ in range(50):
-        connection.send(connection.call(PLACE), message(bytes(chance.randrange(100, 1000)))[:-1], end=False, wait=False)
-    return 50
-
-
-def pings(connection: Connection, chance: random.Random) -> int:
-    """Send many pings."""
-    for _ in range(2000):
-        connection.h2.ping(chance.randbytes(8))
-    connection.send(connection.call(PLACE), message(valid_messages(PLACE)[0]))
-    return 1
-
-
-def settings(connection: Connection, chance: random.Random) -> int:
-    """Change the settings many times, including the window size."""
-    for _ in range(500):
-        connection.h2.update_settings({4: chance.randrange(2**31), 3: chance.randrange(1000)})
-    connection.send(connection.call(PLACE), message(valid_messages(PLACE)[0]), wait=False)
-    return 1
-
-
-def continuations(connection: Connection, chance: random.Random) -> int:
-    """Send headers that never end."""
-    frame = struct.pack(">I", 1000)[1:] + b"\x09\0" + struct.pack(">I", 1) + chance.randbytes(1000)
-    connection.flush(b"\0\0\0\x01\0" + struct.pack(">I", 1) + frame * chance.choice([1, 1000]))
-    return 1
-
-
-def random_frames(connection: Connection, chance: random.Random) -> int:
-    """Send frames of random types with random bodies."""
-    for _ in range(50):
-        body = chance.randbytes(chance.randrange(64))
-        head = struct.pack(">I", len(body))[1:] + bytes([chance.randrange(12), chance.randrange(256)])
-        connection.flush(head + struct.pack(">I", chance.choice([0, 1, 2, 3, 2**31 - 1])) + body)
-    return 50
-
-
-def small_windows(connection: Connection, chance: random.Random) -> int:
-    """Request large answers without reading any of their bytes."""
-    connection.h2.update_settings({4: 0})
-    query = positions_pb2.PlaceRequest()
-    query.query.spans.lengths.append(2**19)
-    query.query.dense.SetInParent()
-    for _ in range(20):
-        connection.send(connection.call(PLACE), message(query.SerializeToString()), wait=False)
-    return 20
-
-
-def bombs(connection: Connection, chance: random.Random) -> int:
-    """Send small messages that decompress to large ones, and messages that only claim to be compressed."""
-    empty = sequences_pb2.BuildRequest()
-    empty.query.documents.add().parts.add()
-    raw = chance.choice([empty.SerializeToString(), b"\x0a\0"]) * chance.randrange(1000, 2**20)
-    squeeze = zlib.compressobj(9, wbits=31)
-    packed = squeeze.compress(raw) + squeeze.flush()
-    for data in (packed, packed[:-4], b"no gzip"):
-        encoding = chance.choice([b"gzip", b"deflate", b"identity", b"br"])
-        stream = connection.call("/mmpos.rpc.v1.SequenceService/Build", (b"grpc-encoding", encoding))
-        connection.send(stream, message(data, compressed=True), wait=False)
-    return 3
-
-
-FLOODS: Sequence[Callable[[Connection, random.Random], int]] = (
-    rapid_reset,
-    half_messages,
-    pings,
-    settings,
-    continuations,
-    random_frames,
-    small_windows,
-    bombs,
-)
-
-
-# Bytes.
-
-
-async def idle(address: str, chance: random.Random, tally: Tally) -> None:
-    """Hold connections that send nothing, part of a preface, or random bytes, and watch an unchanging health status."""
-    host, _, port = address.rpartition(":")
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    openings = [b"", preface[: chance.randrange(24)], preface, preface + b"\0\0\0\4\0\0\0\0\0", chance.randbytes(200)]
-    writers = []
-    for _ in range(50):
-        with suppress(OSError):
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(chance.choice(openings))
-            writers.append(writer)
-            tally.add("held")
-    async with grpc.aio.insecure_channel(address) as channel:
-        watch_of: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
-        watches = [watch_of(mutant(HEALTH, chance)) for _ in range(20)]
-        await asyncio.sleep(0.5)
-        for watch in watches:
-            watch.cancel()
-            code = await watch.code()
-            tally.add(code.name, "Watch", await watch.details())
-    for writer in writers:
-        writer.transport.abort()
-
-
-ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, pictures, streams, metadata, frames, idle)}
+ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, pictures, streams, metadata)}
 
 
 async def rounds(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:

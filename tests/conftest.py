@@ -105,8 +105,9 @@ def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
     """Return a function that starts servers; after the test, kill these servers."""
     servers: list[Program] = []
 
-    def program(*arguments: str) -> Program:
-        servers.append(Program.launch(tmp_path / f"{len(servers)}.log", *arguments, environment=torchless))
+    def program(*arguments: str, before: str = "") -> Program:
+        log = tmp_path / f"{len(servers)}.log"
+        servers.append(Program.launch(log, *arguments, environment=torchless, before=before))
         return servers[-1]
 
     yield program

@@ -29,9 +29,9 @@ from mmpos_server.testing import running
 SEGMENTS = SegmentTable.from_documents([[Text(3)]])
 
 
-def answered(address: str) -> bool:
+def answered(address: str, token: str | None = None) -> bool:
     """Return whether a new connection, which the kernel assigns to any worker, gets an answer."""
-    with Client(address, timeout=300) as client:
+    with Client(address, timeout=300, token=token) as client:
         return client.place(SEGMENTS).num_tokens == 3
 
 
@@ -175,34 +175,35 @@ def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(tm
     assert message.startswith(f"{tmp_path}/wrong.toml: profiles.a.scheme: got 'x', want a Scheme or ")
 
 
-PATIENT = "import mmpos_server.supervisor as s; s.PAUSE_SECONDS, s.RESTART_SECONDS = 1.5, 0.2"
-
-
 def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing(
     start: Start, tmp_path: Path, torchless: dict[str, str]
 ) -> None:
-    page, temporary = free_port(), tmp_path / "t"
+    page, temporary, tokens, token = free_port(), tmp_path / "t", tmp_path / "tokens", "alice-alice-alice-1"
     temporary.mkdir()
     torchless["TMPDIR"] = str(temporary)
-    server = start("--workers", "2", "--metrics", f"127.0.0.1:{page}", before=PATIENT)
+    tokens.write_text(f"alice {token}\n")
+    impatient = "import mmpos_server.supervisor as s; s.PAUSE_SECONDS = s.RESTART_SECONDS = 0.2"
+    flags = ["--workers", "2", "--metrics", f"127.0.0.1:{page}", "--token-file", str(tokens)]
+    server = start(*flags, before=impatient)
     assert ready(page) == 200
-    assert all(answered(server.address) for _ in range(12))
+    assert all(answered(server.address, token) for _ in range(12))
     counted = 'mmpos_requests_total{method="Place",status="OK"}'
     assert eventually(lambda: metrics_of(page).get(counted) == 12)
     killed, other = server.workers
+    tokens.write_text("")  # which the other worker does not accept
     os.kill(killed, signal.SIGKILL)
+    assert eventually(lambda: "worker cannot start" in events(server))
     assert eventually(lambda: ready(page) == 503)
+    tokens.write_text(f"alice {token}\n")
     assert eventually(lambda: ready(page) == 200)
-    assert len(server.workers) == 2
-    assert other in server.workers
-    assert killed not in server.workers
-    assert all(answered(server.address) for _ in range(12))
+    assert (len(server.workers), other in server.workers, killed in server.workers) == (2, True, False)
+    assert all(answered(server.address, token) for _ in range(12))
     assert eventually(lambda: metrics_of(page).get(counted) == 24)  # a dead worker's calls stay counted
     for pid in (*server.workers, server.process.pid):  # as a terminal does
         os.kill(pid, signal.SIGINT)
     code, lines = server.end()
     assert code == 0
-    assert [line["exit_code"] for line in lines if line["event"] == "worker died"] == [-9]
+    assert next(line["exit_code"] for line in lines if line["event"] == "worker died") == -9
     assert [line["event"] for line in lines].count("stopped") == 2
     assert eventually(lambda: not list(temporary.glob("mmpos-metrics-*")))
 

@@ -39,36 +39,28 @@ UNARY = {f"/mmpos.rpc.v1.{method}": method for method in REQUESTS}
 
 @dataclass
 class Tally:
-    """Counts of attack requests and their outcomes.
+    """Outcomes of attacks.
 
     Args:
-        requests: number of requests sent.
         statuses: count of each status; for a stream without a status, how the connection ended.
-        bad: count of each bad status by kind of request.
-        samples: first occurrence of each bad status, as ATTACK:NUMBER and the details.
+        bad: first occurrence of each bad status by kind of request, as ATTACK:NUMBER and the details.
     """
 
-    requests: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
-    samples: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
 
     def add(self, status: str, kind: str = "", detail: str = "") -> None:
         """Count a request under its status and kind."""
         if detail.startswith(CORE):
             status = "refused by the transport"
-        self.requests += 1
         self.statuses[status] += 1
         if status in BAD:
-            self.bad[f"{status} of {kind}"] += 1
-            self.samples.setdefault(f"{status} of {kind}", detail)
+            self.bad.setdefault(f"{status} of {kind}", detail)
 
-    def merge(self, other: Tally) -> None:
-        """Add the counts of another tally."""
-        self.requests += other.requests
+    def merge(self, other: Tally, where: str = "") -> None:
+        """Add the outcomes of another tally; ``where`` precedes the details of its bad statuses."""
         self.statuses.update(other.statuses)
-        self.bad.update(other.bad)
-        self.samples = {**other.samples, **self.samples}
+        self.bad = {**{kind: where + detail for kind, detail in other.bad.items()}, **self.bad}
 
 
 Attack = Callable[[str, random.Random, Tally], Awaitable[None]]
@@ -235,8 +227,7 @@ async def rounds(address: str, seed: str, names: Sequence[str], end: float, firs
                     await ATTACKS[name](address, random.Random(f"{seed}/{name}/{number}"), own)
             except (TimeoutError, OSError) as error:
                 own.add(type(error).__name__)
-            own.samples = {bad: f"{name}:{number} {sample}" for bad, sample in own.samples.items()}
-            tally.merge(own)
+            tally.merge(own, f"{name}:{number} ")
             number += 1
 
     await asyncio.gather(*map(repeat, names))

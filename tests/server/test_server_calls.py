@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_calls import Stream, ending
+from grpc_calls import Stream, ending, refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import PLACE, STREAM, KeptLogs, Serve, items, query
 from waiting import eventually
@@ -28,14 +28,6 @@ from mmpos_server.config import Limits, ServerConfig
 from mmpos_server.listening import Listen
 
 NO_MESSAGE = "request: the bytes are not a protobuf message of this method"
-
-
-def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
-    """Return the status, details and trailing metadata of a failing call."""
-    with pytest.raises(grpc.RpcError) as raised:
-        call()
-    error: Any = raised.value
-    return error.code().name, error.details(), dict(error.trailing_metadata())
 
 
 def unary(channel: grpc.Channel, path: str) -> Any:

@@ -268,6 +268,8 @@ def test_invalid_build_arguments_are_refused(ask: Both) -> None:
     assert_alike(lambda: ask("build_batch", 5), lambda: BUILDER.build_batch(5))  # type: ignore[arg-type]
     for options, message in (
         ({"start": 0.5}, "start: got 0.5, want an integer"),
+        ({"start": 2**63}, f"start: got {2**63}, want <= {2**63 - 1}"),
+        ({"start": -(2**63) - 1}, f"start: got {-(2**63) - 1}, want >= {-(2**63)}"),
         ({"patches": 1}, "patches: got 1, want True or False"),
         ({"errors": "no"}, "errors: got 'no', want one of 'raise', 'return'"),
     ):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from certificates import make_certificate
 from prometheus_client import CollectorRegistry, values
 from prometheus_client.multiprocess import mark_process_dead
@@ -19,13 +18,6 @@ from mmpos_server.config import load
 from mmpos_server.metrics import MethodMetrics, Metrics, aggregate
 
 ROOT = Path(__file__).parents[2]
-RULES = {
-    rule["alert"]: rule["expr"]
-    for group in yaml.safe_load((ROOT / "deploy/alerts.yaml").read_text())["groups"]
-    for rule in group["rules"]
-}
-
-
 PLACED = {"method": "Place", "stage": "place"}
 
 
@@ -116,10 +108,5 @@ def test_documented_metrics_match_the_server_metrics(tmp_path: Path) -> None:
 
 
 def test_the_alert_of_lag_fires_when_the_server_refuses_calls() -> None:
-    assert RULES["MmposLag"] == f"max_over_time(mmpos_lag_seconds[1m]) > {load().overload_ms / 1000}"
-    overloads = (
-        r'sum by \(reason\) \(rate\(mmpos_refused_total\{reason!="unauthenticated",reason!="stopping"\}\[5m\]\)\)'
-    )
-    assert re.match(
-        rf"{overloads} > [\d.]+ \* scalar\(sum\(rate\(mmpos_requests_total\[5m\]\)\)\)$", RULES["MmposRefusals"]
-    )
+    alerts = (ROOT / "deploy/alerts.yaml").read_text()
+    assert f"expr: max_over_time(mmpos_lag_seconds[1m]) > {load().overload_ms / 1000}\n" in alerts

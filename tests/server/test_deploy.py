@@ -333,19 +333,17 @@ def test_the_unit_is_valid_and_sandboxed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_service_notifies_systemd_when_it_starts_and_stops(
-    torchless: dict[str, str], tmp_path: Path, workers: str
+    start: Start, torchless: dict[str, str], tmp_path: Path, workers: str
 ) -> None:
-    notified = str(tmp_path / "notify")
+    torchless["NOTIFY_SOCKET"] = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(notified)
+        manager.bind(torchless["NOTIFY_SOCKET"])
         manager.settimeout(60)
-        environment = {**torchless, "NOTIFY_SOCKET": notified}
-        command = [sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0", "--workers", workers]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-            assert manager.recv(100) == b"READY=1"
-            server.terminate()
-            assert manager.recv(100) == b"STOPPING=1"
-            assert server.wait(300) == 0
+        server = start("--workers", workers)
+        assert manager.recv(100) == b"READY=1"
+        server.process.terminate()
+        assert manager.recv(100) == b"STOPPING=1"
+        assert server.end()[0] == 0
 
 
 # systemd runs in its own namespaces, from which it can neither see nor change this machine.

@@ -144,7 +144,8 @@ def test_a_server_whose_stdout_cannot_be_written_ends_with_a_reason(
         log.open("w") as err,
         subprocess.Popen(command, env=torchless, stdout=out, stderr=err) as server,
     ):
-        assert eventually(lambda: children.update(descendants(server.pid)) or server.poll() is not None)
+        while server.poll() is None:
+            children.update(descendants(server.pid))
     assert server.returncode == process.FAILED == 1
     assert "No space left on device" in log.read_text()
     assert eventually(lambda: not any(map(alive, children)))

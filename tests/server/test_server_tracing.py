@@ -38,9 +38,9 @@ def test_each_call_and_stream_is_a_span_of_the_server_within_that_of_the_client(
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    instrumentors: list[Any] = [GrpcInstrumentorClient(), GrpcAioInstrumentorClient(), GrpcAioInstrumentorServer()]
-    for one in instrumentors:
-        one.instrument()
+    kinds: list[Any] = [GrpcInstrumentorClient, GrpcAioInstrumentorClient, GrpcAioInstrumentorServer]
+    for kind_ in kinds:
+        kind_().instrument()
 
     def spans(of: str) -> list[Any]:  # without the server's calls to itself
         return [one for one in exporter.get_finished_spans() if one.kind.name == of and one.name != CHECK]
@@ -51,8 +51,8 @@ def test_each_call_and_stream_is_a_span_of_the_server_within_that_of_the_client(
             client.place(SEGMENTS, "none")
         assert len(list(client.stream([PositionsQuery(SEGMENTS)] * 20))) == 20
     assert eventually(lambda: len(spans("SERVER")) == len(spans("CLIENT")) == 3)
-    for one in instrumentors:
-        one.uninstrument()
+    for kind_ in kinds:
+        kind_().uninstrument()
     seen = [(one.name, one.attributes["rpc.grpc.status_code"]) for one in spans("SERVER")]
     assert seen == [(PLACE, 0), (PLACE, 3), (STREAM, 0)]
     assert [one.parent.span_id for one in spans("SERVER")] == [one.context.span_id for one in spans("CLIENT")]

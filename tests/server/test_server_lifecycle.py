@@ -144,8 +144,12 @@ def test_a_server_whose_stdout_cannot_be_written_ends_with_a_reason(
         log.open("w") as err,
         subprocess.Popen(command, env=torchless, stdout=out, stderr=err) as server,
     ):
-        while server.poll() is None:
+
+        def ended() -> bool:
             children.update(descendants(server.pid))
+            return server.poll() is not None
+
+        assert eventually(ended)
     assert server.returncode == process.FAILED == 1
     assert "No space left on device" in log.read_text()
     assert eventually(lambda: not any(map(alive, children)))

@@ -24,13 +24,14 @@ from mmpos.errors import MmposError
 from mmpos.positions.plan import forget_plans
 from mmpos.rpc.positions import put_query
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.schemes import MRopeQwen25, RopeTieV2
+from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.segments.kinds import Audio, Segment
 from mmpos.segments.placeholders import Placeholders
+from mmpos.sequence.builder import SequenceBuilder
 from mmpos.support import native
 from mmpos_server.arrivals import Arrivals
 from mmpos_server.call import Call, Threads
-from mmpos_server.config import Limits, Profiles, ServerConfig
+from mmpos_server.config import Limits, Profile, Profiles, ServerConfig
 from mmpos_server.endpoints import Endpoint, Shared
 from mmpos_server.logs import Logs
 from mmpos_server.methods import Plain
@@ -245,6 +246,15 @@ def test_shapes_and_settings_are_cached_and_evicted() -> None:
         assert plain.answer(query([[Text(1)]], scheme=MRopeQwen25(tokens_per_second=stride))) is not None
         assert len(plain._known) <= 64
     assert plain.answer(new) is None  # its plan was evicted
+
+
+@pytest.mark.parametrize("lacks", ["audio", "resumable"])
+def test_queries_are_plain_only_with_a_scheme_that_places_audio_and_continues(lacks: str) -> None:
+    for changes in ({}, {lacks: False}):  # a subclass declares again that its ids are linear
+        scheme = type("Own", (RopeTie,), {"linear_in": RopeTie.linear_in, **changes})()
+        PositionsQuery(SegmentTable.from_documents(BATCH[1:2]), scheme).run()  # registers the shape
+        plain = PlainQueries(Profiles([Profile("a", SequenceBuilder(scheme=scheme))]), CONFIG.limits)
+        assert (plain.answer(query(BATCH[1:2])) is None) == bool(changes)
 
 
 def test_without_the_extension_no_query_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:

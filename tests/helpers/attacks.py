@@ -1,4 +1,4 @@
-"""Attacks on a server in random rounds: messages, images, streams and metadata."""
+"""Attacks on a server in random rounds: messages, streams and metadata."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from functools import lru_cache, wraps
 from typing import Any
 
 import grpc
-import hostile_images as hostile
 from h2.exceptions import H2Error
 from http2 import Connection, message
 from message_strategies import REQUESTS, STREAMS, corpus
-from mutations import image_files, mutate
-from PIL import Image
-
-from mmpos.rpc.v1 import sequences_pb2
+from mutations import mutate
 
 BAD = ("INTERNAL", "UNKNOWN")
 CORE = ("Error parsing '", "Compression bit set but no encoding configured")
@@ -106,44 +102,6 @@ async def messages(address: str, chance: random.Random, tally: Tally) -> None:
             )
 
 
-async def pictures(address: str, chance: random.Random, tally: Tally) -> None:
-    """Send broken image files, and files that are costly to decode."""
-    raw = image_files()
-    async with grpc.aio.insecure_channel(address) as channel:
-        for _ in range(6):
-            requests = []
-            for _ in range(4):
-                image = hostile_image(chance) if chance.random() < 0.2 else mutate(chance.choice(raw), chance, raw)
-                request = sequences_pb2.BuildRequest()
-                request.query.patches = chance.random() < 0.9
-                request.query.documents.add().parts.add(image=image)
-                requests.append(request.SerializeToString())
-            path = "/mmpos.rpc.v1.SequenceService/Build"
-            await asyncio.gather(*(unary(channel, path, request, tally) for request in requests))
-
-
-def large_webp(side: int) -> bytes:
-    """Encode a WebP that has few bytes but many pixels."""
-    return hostile.encoded(Image.new("RGB", (side, side), (200, 10, 30)), "WEBP", lossless=True)
-
-
-HOSTILE: Sequence[tuple[Callable[[int], bytes], int, int]] = (
-    (hostile.padded_jpeg, 2**18, 2**20),
-    (hostile.jpeg_of_scans, 100, 1000),
-    (hostile.png_of_chunks, 10_000, 80_000),
-    (hostile.deep_png, 500, 2000),
-    (hostile.gif_of_blocks, 10_000, 500_000),
-    (large_webp, 500, 2000),
-)
-"""Functions that encode costly image files, and the range of their argument."""
-
-
-def hostile_image(chance: random.Random) -> bytes:
-    """Draw an image file that costs more to decode than to send."""
-    make, least, most = chance.choice(HOSTILE)
-    return make(chance.randrange(least, most))
-
-
 # HTTP/2 frames, from blocking connections: each round runs in a thread.
 
 
@@ -208,7 +166,7 @@ def metadata(address: str, chance: random.Random, tally: Tally) -> None:
             tally.add(status, "metadata", f"{text}, of {odd!r}, without {left_out!r}, path {path!r}"[:600])
 
 
-ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, pictures, streams, metadata)}
+ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, streams, metadata)}
 
 
 async def rounds(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:

@@ -1,6 +1,6 @@
 """Attack a server and watch it: ``make fuzz SECONDS=60``.
 
-Attackers in separate processes send malformed messages, streams, image files and metadata. Meanwhile, one
+Attackers in separate processes send malformed messages, streams and metadata. Meanwhile, one
 client polls the health service, and another asks for positions whose values are known. No status is INTERNAL or
 UNKNOWN, no traceback is logged, no known answer is wrong, and the server's descriptors, threads and processes return
 almost to the numbers that they had after a first period of attacks. If ``--attack-seconds`` is a

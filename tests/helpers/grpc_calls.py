@@ -1,4 +1,4 @@
-"""Types of gRPC calls that use raw bytes, and the status of a call."""
+"""The type of streams that use raw bytes, and the status of a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-Unary: TypeAlias = "grpc.UnaryUnaryMultiCallable[bytes, bytes]"
 Stream: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, bytes]"
 
 

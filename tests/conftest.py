@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from server_program import Program, Refused, Start
+from server_program import Program, Start
 from waiting import without_torch
 
 from mmpos.support import native
@@ -113,17 +111,3 @@ def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
     yield program
     for server in servers:
         server.kill()
-
-
-@pytest.fixture
-def refused(torchless: dict[str, str]) -> Refused:
-    """Return a function that runs a server that must not start, and returns its error message."""
-
-    def program(*arguments: str) -> str:
-        command = [sys.executable, "-m", "mmpos_server", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=torchless)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", done.stderr), done.stderr
-        return done.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
-
-    return program

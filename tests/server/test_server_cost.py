@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from waiting import eventually
 
 from mmpos import Grid, MmposError, SegmentTable, Text
 from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
+from mmpos.errors import LimitExceededError
 from mmpos.images import ImageProcessor, decode
 from mmpos.rpc.positions import get_query, put_query
 from mmpos.rpc.v1 import positions_pb2 as pb
@@ -32,6 +34,7 @@ from mmpos_server.arrivals import Arrivals
 from mmpos_server.call import Call, Threads
 from mmpos_server.config import Profiles, load
 from mmpos_server.position_service import PositionService, max_segments
+from mmpos_server.sequence_service import SequenceService
 from mmpos_server.services import methods, place_method
 from mmpos_server.testing import running
 
@@ -139,6 +142,14 @@ def test_small_work_runs_on_the_event_loop_and_large_work_in_a_thread(call: Call
         assert [result.WhichOneof("outcome") for result in response.sequences.results] == ["sequence"]  # type: ignore[attr-defined]
 
 
+def test_tokens_are_counted_again_when_the_texts_are_tokenised(call: Call) -> None:
+    service = SequenceService(Profiles.from_config(CONFIG), replace(CONFIG.limits, tokens=10))
+    texts = [{"parts": [{"text": text}]} for text in ("é" * 3, "é" * 3)]  # six characters, twelve bytes
+    query = sequences_pb2.SequencesQuery(documents=texts)  # type: ignore[arg-type]
+    with pytest.raises(LimitExceededError, match=r"^tokens: got 12, want at most 10 "):
+        asyncio.run(service.build(query, sequences_pb2.Sequences(), call))
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_large_answers_are_counted_before_they_exist(streamed: bool) -> None:
     query = pb.PositionsQuery()
@@ -195,6 +206,7 @@ def test_two_threads_decode_images_and_no_other_call_waits(monkeypatch: pytest.M
 IMPORTS = """
 import sys
 import mmpos.client
+from mmpos_server.sequence_service import SequenceService
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
 methods(Profiles.from_config(load()), Limits())

@@ -171,7 +171,7 @@ CANCELLED = (grpc.StatusCode.CANCELLED, "bye", ())
         # The server says when.
         (pushback(250), 9, 2, ServiceOverloadedError, 2),
         (pushback(-1), 9, 2, LimitExceededError, 1),
-        # Another attempt would fail, too.
+        # No other attempt would succeed.
         ((grpc.StatusCode.INVALID_ARGUMENT, "no", ()), 9, 4, InvalidInputError, 1),
         ((grpc.StatusCode.UNIMPLEMENTED, "no", ()), 9, 4, UnsupportedError, 1),
         ((grpc.StatusCode.DEADLINE_EXCEEDED, "no", ()), 9, 4, ServiceTimeoutError, 1),

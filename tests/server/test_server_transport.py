@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from serving import CHECK, LARGE, PLACE, REFLECTION, SERVICE, STREAM, WATCH, Kep
 from waiting import eventually
 
 from mmpos_server import app, arrivals, listening
+from mmpos_server.config import load
 from mmpos_server.testing import running
 
 REQUEST, LARGE_REQUEST, WAIT = (message(query(name)) for name in ("echo 1", "large", "wait"))
@@ -101,6 +104,26 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
     with connection:
         assert connection.ended(stream)[0] == "DEADLINE_EXCEEDED"
         assert connection.ended(watch) == ("OK", message(b"\x08\x01") + message(b"\x08\x02"))  # it stops serving
+
+
+def test_a_stopping_server_does_not_wait_for_clients_that_keep_their_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "_HANG_UP_SECONDS", 0.1)
+    ended = asyncio.Event()
+
+    async def stop(grace: float | None) -> None:
+        """Wait for the clients, as gRPC does, unless they get no time."""
+        if grace is None:
+            ended.set()
+        await ended.wait()
+
+    async def stopped() -> None:
+        transport: Any = SimpleNamespace(stop=stop)
+        async with asyncio.timeout(60):
+            await app.Server(load(), methods=[])._end(transport, 600.0)
+
+    asyncio.run(stopped())
 
 
 @pytest.mark.parametrize(("path", "half"), [(PLACE, message(b"half", 1000)), (CHECK, b"")])

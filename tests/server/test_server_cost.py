@@ -31,7 +31,7 @@ from mmpos.rpc.v1 import rotary_pb2, sequences_pb2
 from mmpos.sequence.builder import SequenceBuilder
 from mmpos.support.info import cores
 from mmpos_server.arrivals import Arrivals
-from mmpos_server.call import Call, Threads
+from mmpos_server.call import Call, GoneError, Threads
 from mmpos_server.config import Profiles, load
 from mmpos_server.position_service import PositionService, max_segments
 from mmpos_server.sequence_service import SequenceService
@@ -201,6 +201,22 @@ def test_two_threads_decode_images_and_no_other_call_waits(monkeypatch: pytest.M
         for sequence in (call.result(60) for call in calls):
             np.testing.assert_array_equal(sequence.patches, local.patches)
             assert sequence.image_hashes == local.image_hashes
+
+
+def test_no_further_image_is_decoded_for_a_client_that_has_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, samples = list[Image.Image](), decode.samples
+
+    def gone(image: Image.Image) -> decode.Samples:
+        decoded.append(image)
+        call.gone = True
+        return samples(image)
+
+    monkeypatch.setattr(decode, "samples", gone)
+    query = sequences_pb2.SequencesQuery(documents=[{"parts": [{"image": picture()}] * 3}], patches=True)  # type: ignore[list-item]
+    service = SequenceService(Profiles.from_config(CONFIG), CONFIG.limits)
+    with pytest.raises(GoneError):
+        asyncio.run(service.build(query, sequences_pb2.Sequences(), call))
+    assert len(decoded) == 1
 
 
 IMPORTS = """

@@ -72,7 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutations", type=int, default=10_000, help="Number of broken messages to send to the service.")
     parser.addoption("--attack-seconds", type=float, default=4.0, help="Seconds to attack a server.")
     parser.addoption("--attack-seed", default="slow", help="Seed of the attacks.")
-    parser.addoption("--attack-only", default="", help="Names of attacks, such as frames,idle, or a round: frames:17.")
+    parser.addoption(
+        "--attack-only", default="", help="Names of attacks, such as streams,metadata, or a round: streams:17."
+    )
     parser.addoption(
         "--batches", type=int, default=150, help="Number of random batches for the get_rope_index of a model type."
     )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from server_program import Program, Refused, Start
+from server_program import Program, Start
 from waiting import without_torch
 
 from mmpos.support import native
@@ -105,24 +103,11 @@ def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
     """Return a function that starts servers; after the test, kill these servers."""
     servers: list[Program] = []
 
-    def program(*arguments: str) -> Program:
-        servers.append(Program.launch(tmp_path / f"{len(servers)}.log", *arguments, environment=torchless))
+    def program(*arguments: str, before: str = "") -> Program:
+        log = tmp_path / f"{len(servers)}.log"
+        servers.append(Program.launch(log, *arguments, environment=torchless, before=before))
         return servers[-1]
 
     yield program
     for server in servers:
         server.kill()
-
-
-@pytest.fixture
-def refused(torchless: dict[str, str]) -> Refused:
-    """Return a function that runs a server that must not start, and returns its error message."""
-
-    def program(*arguments: str) -> str:
-        command = [sys.executable, "-m", "mmpos_server", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=torchless)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert re.fullmatch(r"mmpos_server: error: [^\n]+\n", done.stderr), done.stderr
-        return done.stderr.removeprefix("mmpos_server: error: ").rstrip("\n")
-
-    return program

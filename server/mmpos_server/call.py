@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Barrier
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -117,8 +118,11 @@ class Call:
             self._arrivals.send(self.context, self.client, size)
         self.reserved = size
 
-    def staged(self, name: str, began: float) -> None:
-        """Record a stage of the call that began at this time of ``perf_counter`` and ends now."""
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record how long a stage of the call takes."""
+        began = perf_counter()
+        yield
         self.stages.append((name, perf_counter() - began))  # append is atomic
 
     def plain(self, answering: Answering | None, raw: bytes) -> bytes | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,38 +54,35 @@ class PositionService:
             await call.run("work", self._write, query, positions, answer, call)
 
     def _read(self, message: pb.PositionsQuery, call: Call) -> PositionsQuery:
-        began = perf_counter()
-        check_message(message, self._limits)
-        profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-        query = get_query("query", message, call.beside, self._profiles.schemes, profile.builder.scheme)
-        if isinstance(query.source, InputIds) and message.HasField("profile"):
-            query = replace(query, source=_complete(query.source, profile))
-        call.staged("read", began)
+        with call.stage("read"):
+            check_message(message, self._limits)
+            profile = self._profiles.get(message.profile if message.HasField("profile") else None)
+            query = get_query("query", message, call.beside, self._profiles.schemes, profile.builder.scheme)
+            if isinstance(query.source, InputIds) and message.HasField("profile"):
+                query = replace(query, source=_complete(query.source, profile))
         return query
 
     def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionsQuery, PositionTable]:
         """Return a query with its position table; check the limits before each step."""
-        began = perf_counter()
-        segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
-        call.counts = {"images": check_segments(segments, self._limits)}
-        call.checkpoint()
-        positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)
-        check_table(positions, self._limits)
-        for i, view in enumerate(query.views):
-            check_view(view, positions, self._limits)
+        with call.stage("place"):
+            segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
+            call.counts = {"images": check_segments(segments, self._limits)}
             call.checkpoint()
-            with naming(f"views[{i}]"):
-                positions = view.view(positions)
+            positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)
             check_table(positions, self._limits)
-        call.staged("place", began)
+            for i, view in enumerate(query.views):
+                check_view(view, positions, self._limits)
+                call.checkpoint()
+                with naming(f"views[{i}]"):
+                    positions = view.view(positions)
+                check_table(positions, self._limits)
         return query, positions
 
     def _write(self, query: PositionsQuery, positions: PositionTable, answer: pb.Positions, call: Call) -> None:
         call.checkpoint()
-        began = perf_counter()
-        put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
-        call.counts |= {"documents": positions.documents.shape[1], "tokens": positions.num_tokens}
-        call.staged("write", began)
+        with call.stage("write"):
+            put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
+            call.counts |= {"documents": positions.documents.shape[1], "tokens": positions.num_tokens}
 
 
 def _complete(source: InputIds, profile: Profile) -> InputIds:

@@ -160,52 +160,43 @@ CANCELLED = (grpc.StatusCode.CANCELLED, "bye", ())
 
 
 @pytest.mark.parametrize(
-    ("kind", "outcome"), [("sync", UNAVAILABLE), ("async", UNAVAILABLE), ("sync", CANCELLED), ("async", pushback(1))]
-)
-def test_calls_refused_by_a_stopping_or_overloaded_server_are_sent_again(kind: str, outcome: Any) -> None:
-    handler, count = aborting(*[outcome] * 3)
-    with serving(Fake(handler)) as address, open_client(kind, address) as client:
-        assert_equal(client.place(SEGMENTS), place(SEGMENTS))
-    assert count == [4]
-
-
-@pytest.mark.parametrize("attempts", [1, 2])
-def test_an_unavailable_server_is_reported_after_the_last_attempt(kind: str, attempts: int) -> None:
-    handler, count = aborting(*[UNAVAILABLE] * 9)
-    with serving(Fake(handler)) as address, open_client(kind, address, attempts=attempts) as client:
-        assert failure(client.place, SEGMENTS) == (ServiceUnavailableError, "gone")
-    assert count == [attempts]
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "kind", "attempts"),
-    [(250, ServiceOverloadedError, 2), (-1, LimitExceededError, 1), (60_000, ServiceTimeoutError, 1)],
-)
-def test_an_overloaded_server_decides_when_a_call_is_sent_again(milliseconds: int, kind: Any, attempts: int) -> None:
-    handler, count = aborting(*[pushback(milliseconds)] * 9)
-    raising = pytest.raises(kind)
-    with serving(Fake(handler)) as address, Client(address, attempts=2, timeout=1) as client, raising as caught:
-        client.place(SEGMENTS)
-    assert count == [attempts]
-    assert getattr(caught.value, "retry_after", 0.25) == 0.25
-
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
+    ("outcome", "times", "attempts", "error", "count"),
     [
-        ("INVALID_ARGUMENT", InvalidInputError),
-        ("UNIMPLEMENTED", UnsupportedError),
-        ("DEADLINE_EXCEEDED", ServiceTimeoutError),
-        ("INTERNAL", ServiceError),
-        ("ABORTED", ServiceError),
+        # The server is stopping or overloaded: the call is sent again.
+        (UNAVAILABLE, 3, 4, None, 4),
+        (CANCELLED, 3, 4, None, 4),
+        (pushback(1), 3, 4, None, 4),
+        (UNAVAILABLE, 9, 1, ServiceUnavailableError, 1),
+        (UNAVAILABLE, 9, 2, ServiceUnavailableError, 2),
+        # The server says when.
+        (pushback(250), 9, 2, ServiceOverloadedError, 2),
+        (pushback(-1), 9, 2, LimitExceededError, 1),
+        # No other attempt would succeed.
+        ((grpc.StatusCode.INVALID_ARGUMENT, "no", ()), 9, 4, InvalidInputError, 1),
+        ((grpc.StatusCode.UNIMPLEMENTED, "no", ()), 9, 4, UnsupportedError, 1),
+        ((grpc.StatusCode.DEADLINE_EXCEEDED, "no", ()), 9, 4, ServiceTimeoutError, 1),
+        ((grpc.StatusCode.INTERNAL, "no", ()), 9, 4, ServiceError, 1),
+        ((grpc.StatusCode.ABORTED, "no", ()), 9, 4, ServiceError, 1),
     ],
 )
-def test_other_statuses_are_not_retried_and_become_mmpos_errors(code: str, kind: Any) -> None:
-    handler, count = aborting((grpc.StatusCode[code], "why: got this", ()))
-    matching = pytest.raises(MmposError, match="why: got this")
-    with serving(Fake(handler)) as address, Client(address) as client, matching as caught:
-        client.place(SEGMENTS)
-    assert (type(caught.value), count) == (kind, [1])
+def test_a_failed_call_is_sent_again_or_raises_an_error_of_mmpos(
+    kind: str, outcome: Any, times: int, attempts: int, error: type[MmposError] | None, count: int
+) -> None:
+    handler, calls = aborting(*[outcome] * times)
+    with serving(Fake(handler)) as address, open_client(kind, address, attempts=attempts) as client:
+        if error is None:
+            assert_equal(client.place(SEGMENTS), place(SEGMENTS))
+        else:
+            with pytest.raises(error, match=outcome[1]) as caught:
+                client.place(SEGMENTS)
+            assert (type(caught.value), getattr(caught.value, "retry_after", 0.25)) == (error, 0.25)
+    assert calls == [count]
+
+
+def test_a_retry_time_beyond_the_timeout_is_not_awaited() -> None:
+    handler, _ = aborting(pushback(60_000))
+    with serving(Fake(handler)) as address, Client(address, timeout=1) as client:
+        assert failure(client.place, SEGMENTS)[0] is ServiceTimeoutError
 
 
 def test_no_call_takes_longer_than_its_timeout(kind: str) -> None:
@@ -233,14 +224,9 @@ def test_a_malformed_answer_is_a_service_error(kind: str, raw: bytes, messages: 
         def service(self, details: grpc.HandlerCallDetails) -> Any:
             return grpc.unary_unary_rpc_method_handler(lambda request, context: raw)
 
-    server = grpc.server(ThreadPoolExecutor(1), handlers=[Malformed()])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    with open_client(kind, f"127.0.0.1:{port}", timeout=300) as client:
+    with serving(Malformed()) as address, open_client(kind, address, timeout=300) as client:
         errors = [failure(client.place, SEGMENTS), failure(client.build, ["a"])]
         assert errors == [(ServiceError, message) for message in messages]
-        assert client.healthy() is False
-    server.stop(None)
 
 
 # Channels
@@ -252,12 +238,11 @@ def test_calls_are_spread_over_healthy_servers() -> None:
         addresses = [stack.enter_context(serving(fake, serving=i < 2)) for i, fake in enumerate(fakes)]
         client = stack.enter_context(Client(f"ipv4:{','.join(addresses)}"))
         # Call until both healthy servers are connected.
-        assert eventually(lambda: bool(client.place(SEGMENTS)) and all(fake.metadata for fake in fakes[:2]))
-        counts = [len(fake.metadata) for fake in fakes]
+        assert eventually(lambda: bool(client.place(SEGMENTS)) and all(fake.calls for fake in fakes[:2]))
+        counts = [fake.calls for fake in fakes]
         for _ in range(10):
             client.place(SEGMENTS)
-        assert [len(f.metadata) - c for f, c in zip(fakes, counts, strict=True)] == [5, 5, 0]
-        assert [len(f.metadata) for f in fakes][2] == 0
+        assert [fake.calls for fake in fakes] == [counts[0] + 5, counts[1] + 5, 0]
         unhealthy = stack.enter_context(Client(f"ipv4:{addresses[2]},127.0.0.1:1", attempts=1))
         assert failure(lambda: unhealthy.place(SEGMENTS))[0] is ServiceUnavailableError
 

@@ -42,6 +42,22 @@ def numbered(count: int) -> list[PositionsQuery]:
     return [PositionsQuery(SEGMENTS, start=i) for i in range(count)]
 
 
+def paced(kind: str, over: threading.Event, *pauses: float) -> Any:
+    """Return a source for this kind of client: a numbered query after each pause, which ``over`` ends."""
+
+    def source() -> Iterator[PositionsQuery]:
+        for query, pause in zip(numbered(len(pauses)), pauses, strict=True):
+            over.wait(pause)
+            yield query
+
+    async def async_source() -> AsyncIterator[PositionsQuery]:
+        for query, pause in zip(numbered(len(pauses)), pauses, strict=True):
+            await asyncio.sleep(pause)
+            yield query
+
+    return source() if kind == "sync" else async_source()
+
+
 def test_a_stream_yields_the_same_results_as_the_calls_in_order(kind: str, server: str) -> None:
     with open_client(kind, server) as client:
         assert_equal(list(client.stream(iter(numbered(60)))), [query.run() for query in numbered(60)])
@@ -205,19 +221,10 @@ def test_a_stream_that_ends_while_its_source_waits_raises_at_once(kind: str, rea
             context.abort(*UNAVAILABLE[:2])
 
     over = threading.Event()
-
-    def waiting() -> Iterator[PositionsQuery]:
-        yield from numbered(1)
-        over.wait(300)
-
-    async def waiting_async() -> AsyncIterator[PositionsQuery]:
-        yield numbered(1)[0]
-        await asyncio.sleep(3600)
-
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        source = waiting() if kind == "sync" else waiting_async()
-        assert failure(lambda: list(client.stream(source))) == (ServiceUnavailableError, f"queries[1]: {reason}")
+        error = failure(lambda: list(client.stream(paced(kind, over, 0, 300))))
         over.set()
+    assert error == (ServiceUnavailableError, f"queries[1]: {reason}")
 
 
 @pytest.mark.parametrize(("number", "got"), [(1, "id 1, want 0"), (0, "neither a result nor an error")])
@@ -238,20 +245,10 @@ def test_the_timeout_limits_the_wait_for_each_answer_but_not_for_the_source_or_t
             over.wait(0.2 if n < 3 else 300)
             yield response
 
-    def slow() -> Iterator[PositionsQuery]:
-        yield from numbered(2)
-        time.sleep(0.7)
-        yield from numbered(2)
-
-    async def slow_async() -> AsyncIterator[PositionsQuery]:
-        for n, query in enumerate(numbered(4)):
-            await asyncio.sleep(0.7 if n == 2 else 0)
-            yield query
-
     results: list[object] = []
 
     def read(client: Any) -> None:
-        for result in client.stream(slow() if kind == "sync" else slow_async()):
+        for result in client.stream(paced(kind, over, 0, 0, 0.7, 0)):
             results.append(result)
             time.sleep(0.7 if len(results) == 1 else 0)
 

@@ -1,12 +1,10 @@
-"""Attacks on a server in random rounds: messages, images, streams, metadata, HTTP/2 frames and idle connections."""
+"""Attacks on a server in random rounds: messages, streams and metadata."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import struct
 import time
-import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -15,14 +13,10 @@ from functools import lru_cache, wraps
 from typing import Any
 
 import grpc
-import hostile_images as hostile
 from h2.exceptions import H2Error
 from http2 import Connection, message
 from message_strategies import REQUESTS, STREAMS, corpus
-from mutations import image_files, mutate
-from PIL import Image
-
-from mmpos.rpc.v1 import positions_pb2, sequences_pb2
+from mutations import mutate
 
 BAD = ("INTERNAL", "UNKNOWN")
 CORE = ("Error parsing '", "Compression bit set but no encoding configured")
@@ -41,36 +35,28 @@ UNARY = {f"/mmpos.rpc.v1.{method}": method for method in REQUESTS}
 
 @dataclass
 class Tally:
-    """Counts of attack requests and their outcomes.
+    """Outcomes of attacks.
 
     Args:
-        requests: number of requests sent.
-        statuses: count of each status; for HTTP/2 frames without a status, how the connection ended.
-        bad: count of each bad status by kind of request.
-        samples: first occurrence of each bad status, as ATTACK:NUMBER and the details.
+        statuses: count of each status; for a stream without a status, how the connection ended.
+        bad: first occurrence of each bad status by kind of request, as ATTACK:NUMBER and the details.
     """
 
-    requests: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
-    samples: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)
 
     def add(self, status: str, kind: str = "", detail: str = "") -> None:
         """Count a request under its status and kind."""
         if detail.startswith(CORE):
             status = "refused by the transport"
-        self.requests += 1
         self.statuses[status] += 1
         if status in BAD:
-            self.bad[f"{status} of {kind}"] += 1
-            self.samples.setdefault(f"{status} of {kind}", detail)
+            self.bad.setdefault(f"{status} of {kind}", detail)
 
-    def merge(self, other: Tally) -> None:
-        """Add the counts of another tally."""
-        self.requests += other.requests
+    def merge(self, other: Tally, where: str = "") -> None:
+        """Add the outcomes of another tally; ``where`` precedes the details of its bad statuses."""
         self.statuses.update(other.statuses)
-        self.bad.update(other.bad)
-        self.samples = {**other.samples, **self.samples}
+        self.bad = {**{kind: where + detail for kind, detail in other.bad.items()}, **self.bad}
 
 
 Attack = Callable[[str, random.Random, Tally], Awaitable[None]]
@@ -114,44 +100,6 @@ async def messages(address: str, chance: random.Random, tally: Tally) -> None:
                     for path, timeout in zip(paths, timeouts, strict=True)
                 )
             )
-
-
-async def pictures(address: str, chance: random.Random, tally: Tally) -> None:
-    """Send broken image files, and files that are costly to decode."""
-    raw = image_files()
-    async with grpc.aio.insecure_channel(address) as channel:
-        for _ in range(6):
-            requests = []
-            for _ in range(4):
-                image = hostile_image(chance) if chance.random() < 0.2 else mutate(chance.choice(raw), chance, raw)
-                request = sequences_pb2.BuildRequest()
-                request.query.patches = chance.random() < 0.9
-                request.query.documents.add().parts.add(image=image)
-                requests.append(request.SerializeToString())
-            path = "/mmpos.rpc.v1.SequenceService/Build"
-            await asyncio.gather(*(unary(channel, path, request, tally) for request in requests))
-
-
-def large_webp(side: int) -> bytes:
-    """Encode a WebP that has few bytes but many pixels."""
-    return hostile.encoded(Image.new("RGB", (side, side), (200, 10, 30)), "WEBP", lossless=True)
-
-
-HOSTILE: Sequence[tuple[Callable[[int], bytes], int, int]] = (
-    (hostile.padded_jpeg, 2**18, 2**20),
-    (hostile.jpeg_of_scans, 100, 1000),
-    (hostile.png_of_chunks, 10_000, 80_000),
-    (hostile.deep_png, 500, 2000),
-    (hostile.gif_of_blocks, 10_000, 500_000),
-    (large_webp, 500, 2000),
-)
-"""Functions that encode costly image files, and the range of their argument."""
-
-
-def hostile_image(chance: random.Random) -> bytes:
-    """Draw an image file that costs more to decode than to send."""
-    make, least, most = chance.choice(HOSTILE)
-    return make(chance.randrange(least, most))
 
 
 # HTTP/2 frames, from blocking connections: each round runs in a thread.
@@ -218,136 +166,7 @@ def metadata(address: str, chance: random.Random, tally: Tally) -> None:
             tally.add(status, "metadata", f"{text}, of {odd!r}, without {left_out!r}, path {path!r}"[:600])
 
 
-@in_thread
-def frames(address: str, chance: random.Random, tally: Tally) -> None:
-    """Send floods of frames and incomplete frames."""
-    kind, calls = chance.choice(FLOODS), 1
-    try:
-        with Connection(address) as connection:
-            calls = kind(connection, chance)
-            connection.flush()
-            outcomes = connection.statuses(min(calls, 20))
-    except (ConnectionError, H2Error) as error:
-        outcomes = [(type(error).__name__, b"")]
-    for status, details in outcomes:
-        tally.add(status, kind.__name__, details.decode(errors="replace"))
-    tally.requests += max(0, calls - len(outcomes))
-
-
-def rapid_reset(connection: Connection, chance: random.Random) -> int:
-    """Begin calls and cancel each of them immediately."""
-    for _ in range(500):
-        stream = connection.call(PLACE)
-        if chance.random() < 0.5:
-            connection.send(stream, message(valid_messages(PLACE)[0]), wait=False)
-        connection.h2.reset_stream(stream)
-    return 500
-
-
-def half_messages(connection: Connection, chance: random.Random) -> int:
-    """Send messages that lack their last byte."""
-    for _ in range(50):
-        connection.send(connection.call(PLACE), message(bytes(chance.randrange(100, 1000)))[:-1], end=False, wait=False)
-    return 50
-
-
-def pings(connection: Connection, chance: random.Random) -> int:
-    """Send many pings."""
-    for _ in range(2000):
-        connection.h2.ping(chance.randbytes(8))
-    connection.send(connection.call(PLACE), message(valid_messages(PLACE)[0]))
-    return 1
-
-
-def settings(connection: Connection, chance: random.Random) -> int:
-    """Change the settings many times, including the window size."""
-    for _ in range(500):
-        connection.h2.update_settings({4: chance.randrange(2**31), 3: chance.randrange(1000)})
-    connection.send(connection.call(PLACE), message(valid_messages(PLACE)[0]), wait=False)
-    return 1
-
-
-def continuations(connection: Connection, chance: random.Random) -> int:
-    """Send headers that never end."""
-    frame = struct.pack(">I", 1000)[1:] + b"\x09\0" + struct.pack(">I", 1) + chance.randbytes(1000)
-    connection.flush(b"\0\0\0\x01\0" + struct.pack(">I", 1) + frame * chance.choice([1, 1000]))
-    return 1
-
-
-def random_frames(connection: Connection, chance: random.Random) -> int:
-    """Send frames of random types with random bodies."""
-    for _ in range(50):
-        body = chance.randbytes(chance.randrange(64))
-        head = struct.pack(">I", len(body))[1:] + bytes([chance.randrange(12), chance.randrange(256)])
-        connection.flush(head + struct.pack(">I", chance.choice([0, 1, 2, 3, 2**31 - 1])) + body)
-    return 50
-
-
-def small_windows(connection: Connection, chance: random.Random) -> int:
-    """Request large answers without reading any of their bytes."""
-    connection.h2.update_settings({4: 0})
-    query = positions_pb2.PlaceRequest()
-    query.query.spans.lengths.append(2**19)
-    query.query.dense.SetInParent()
-    for _ in range(20):
-        connection.send(connection.call(PLACE), message(query.SerializeToString()), wait=False)
-    return 20
-
-
-def bombs(connection: Connection, chance: random.Random) -> int:
-    """Send small messages that decompress to large ones, and messages that only claim to be compressed."""
-    empty = sequences_pb2.BuildRequest()
-    empty.query.documents.add().parts.add()
-    raw = chance.choice([empty.SerializeToString(), b"\x0a\0"]) * chance.randrange(1000, 2**20)
-    squeeze = zlib.compressobj(9, wbits=31)
-    packed = squeeze.compress(raw) + squeeze.flush()
-    for data in (packed, packed[:-4], b"no gzip"):
-        encoding = chance.choice([b"gzip", b"deflate", b"identity", b"br"])
-        stream = connection.call("/mmpos.rpc.v1.SequenceService/Build", (b"grpc-encoding", encoding))
-        connection.send(stream, message(data, compressed=True), wait=False)
-    return 3
-
-
-FLOODS: Sequence[Callable[[Connection, random.Random], int]] = (
-    rapid_reset,
-    half_messages,
-    pings,
-    settings,
-    continuations,
-    random_frames,
-    small_windows,
-    bombs,
-)
-
-
-# Bytes.
-
-
-async def idle(address: str, chance: random.Random, tally: Tally) -> None:
-    """Hold connections that send nothing, part of a preface, or random bytes, and watch an unchanging health status."""
-    host, _, port = address.rpartition(":")
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    openings = [b"", preface[: chance.randrange(24)], preface, preface + b"\0\0\0\4\0\0\0\0\0", chance.randbytes(200)]
-    writers = []
-    for _ in range(50):
-        with suppress(OSError):
-            _, writer = await asyncio.open_connection(host, int(port))
-            writer.write(chance.choice(openings))
-            writers.append(writer)
-            tally.add("held")
-    async with grpc.aio.insecure_channel(address) as channel:
-        watch_of: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
-        watches = [watch_of(mutant(HEALTH, chance)) for _ in range(20)]
-        await asyncio.sleep(0.5)
-        for watch in watches:
-            watch.cancel()
-            code = await watch.code()
-            tally.add(code.name, "Watch", await watch.details())
-    for writer in writers:
-        writer.transport.abort()
-
-
-ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, pictures, streams, metadata, frames, idle)}
+ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, streams, metadata)}
 
 
 async def rounds(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
@@ -366,8 +185,7 @@ async def rounds(address: str, seed: str, names: Sequence[str], end: float, firs
                     await ATTACKS[name](address, random.Random(f"{seed}/{name}/{number}"), own)
             except (TimeoutError, OSError) as error:
                 own.add(type(error).__name__)
-            own.samples = {bad: f"{name}:{number} {sample}" for bad, sample in own.samples.items()}
-            tally.merge(own)
+            tally.merge(own, f"{name}:{number} ")
             number += 1
 
     await asyncio.gather(*map(repeat, names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -38,14 +38,14 @@ def echo_stream(
 
 @dataclass
 class Fake(grpc.GenericRpcHandler):
-    """Handlers for Place and StreamPlace that record the metadata of every call."""
+    """Handlers for Place and StreamPlace that count the calls."""
 
     place: Place = echo
     stream: Stream = echo_stream
-    metadata: list[tuple[tuple[str, str | bytes], ...]] = field(default_factory=list)
+    calls: int = 0
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:  # type: ignore[type-arg]
-        self.metadata.append(details.invocation_metadata)
+        self.calls += 1
         if details.method == "/mmpos.rpc.v1.PositionService/Place":
             return grpc.unary_unary_rpc_method_handler(
                 self.place, pb.PlaceRequest.FromString, pb.PlaceResponse.SerializeToString
@@ -56,7 +56,7 @@ class Fake(grpc.GenericRpcHandler):
 
 
 @contextmanager
-def serving(fake: Fake, address: str = "127.0.0.1:0", serving: bool = True) -> Iterator[str]:
+def serving(fake: grpc.GenericRpcHandler, serving: bool = True) -> Iterator[str]:
     """Serve while the context is open; the health service reports SERVING if ``serving``, and NOT_SERVING otherwise."""
     server = grpc.server(ThreadPoolExecutor(16), handlers=[fake], options=[("grpc.so_reuseport", 0)])
     # The non-blocking servicer sends while it holds a lock that the sending thread needs when a watcher leaves.
@@ -64,9 +64,9 @@ def serving(fake: Fake, address: str = "127.0.0.1:0", serving: bool = True) -> I
     states = health_pb2.HealthCheckResponse
     servicer.set("", states.SERVING if serving else states.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port(address)
+    port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        yield address if address.startswith("unix") else f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}"
     finally:
         server.stop(0).wait()

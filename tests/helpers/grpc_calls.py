@@ -1,13 +1,13 @@
-"""Types of gRPC calls that use raw bytes, and the status of a call."""
+"""The type of streams that use raw bytes, and the status of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
+import pytest
 
-Unary: TypeAlias = "grpc.UnaryUnaryMultiCallable[bytes, bytes]"
 Stream: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, bytes]"
 
 
@@ -18,3 +18,11 @@ def ending(call: Callable[[], object]) -> tuple[str, str]:
     except grpc.RpcError as error:
         return error.code().name, error.details() or ""
     return "OK", ""
+
+
+def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
+    """Return the status, details and trailing metadata of a failing call."""
+    with pytest.raises(grpc.RpcError) as raised:
+        call()
+    error: Any = raised.value
+    return error.code().name, error.details(), dict(error.trailing_metadata())

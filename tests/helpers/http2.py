@@ -15,8 +15,6 @@ from h2.connection import H2Connection
 from h2.exceptions import H2Error
 from h2.settings import SettingCodes
 
-__all__ = ["Connection", "closed_at_once", "message"]
-
 STATUSES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
 """Status names by their numbers on the wire."""
 
@@ -70,9 +68,9 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def flush(self, more: bytes = b"") -> None:
-        """Send the pending frames, followed by these bytes."""
-        self.socket.sendall(self.h2.data_to_send() + more)
+    def flush(self) -> None:
+        """Send the pending frames."""
+        self.socket.sendall(self.h2.data_to_send())
 
     def call(self, path: bytes | str, *metadata: tuple[bytes, bytes], left_out: str = "") -> int:
         """Begin a call, without the header ``left_out``, and return its stream."""

@@ -67,9 +67,6 @@ class Program:
 Start = Callable[..., Program]
 """Start a server with these arguments; it is killed at the end of the test."""
 
-Refused = Callable[..., str]
-"""Return the error message of a server that does not start with these arguments."""
-
 
 def metrics_of(port: int) -> dict[str, float]:
     """Read the metrics page, omitting histogram buckets."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from server_program import Program
@@ -30,27 +29,12 @@ STATUSES = {
 """Status of a call by the error code of an item."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a call.
-
-    Args:
-        status: name of the gRPC status.
-        message: status message.
-        data: the serialized response; empty after an error.
-    """
+class Answer(NamedTuple):
+    """The status of a call with its message, and the serialized response, which is empty after an error."""
 
     status: str
     message: str = ""
     data: bytes = b""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a call: CPU seconds of all server threads, and the MiB by which the call raised peak memory."""
-
-    seconds: float
-    memory: float
 
 
 class Victim:
@@ -86,12 +70,12 @@ class Victim:
             return answers, _failed(error)
         return answers, Answer("OK")
 
-    def costly(self, method: str, request: Any) -> tuple[Answer, Cost]:
-        """Send a message, and return the answer and the cost of the call."""
+    def costly(self, method: str, request: Any) -> tuple[Answer, float, float]:
+        """Send a message; return the answer, the server's CPU seconds, and the MiB by which its peak memory rose."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # resets the peak
         memory, seconds = self.memory("VmRSS"), self.seconds()
         answer = self.call(method, request)
-        return answer, Cost(self.seconds() - seconds, self.memory("VmHWM") - memory)
+        return answer, self.seconds() - seconds, self.memory("VmHWM") - memory
 
     def memory(self, which: str = "VmRSS") -> float:
         """Return the memory in MiB that the server uses (VmRSS), or used at its peak (VmHWM)."""

@@ -25,7 +25,7 @@ from mmpos import (
     UnsupportedError,
     schemes,
 )
-from mmpos.client import Dense, PositionsQuery
+from mmpos.client import Decode, Dense, PositionsQuery
 from mmpos.errors import (
     ServiceError,
     ServiceOverloadedError,
@@ -221,15 +221,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(Dense, axes=()), "axes: got no axes, want at least one axis, or None for all"),
     (partial(PositionsQuery, []), "source: got list, want a SegmentTable, Spans or InputIds"),  # type: ignore[arg-type]
     (partial(PositionsQuery, SEGMENTS, views=[3]), "views[0]: got int, want Take, Window, Decode, Shard or Pad"),  # type: ignore[list-item]
+    (PositionsQuery(SEGMENTS, views=[Decode(2), Decode(-1)]).run, "views[1]: steps: got -1, want >= 0"),
     (partial(received, IDS, [[0, 1]]), "positions: got list, want a PositionTable or a tensor of ids for a service"),
-]
-OTHERS: list[tuple[Callable[[], object], type[MmposError], str]] = [
-    (
-        partial(received, SCHEME, Own()),
-        UnsupportedError,
-        "scheme: got Own(), want one of mmpos.SCHEMES, or the name",
-    ),
-    (table("", axes=2, num_tokens=2**31)[0], LimitExceededError, "table.num_tokens: got 2147483648, want at most"),
 ]
 
 
@@ -240,11 +233,11 @@ def test_errors_name_the_invalid_field(call: Callable[[], object], message: str)
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), OTHERS)
-def test_other_errors_have_their_own_type(call: Callable[[], object], kind: type[MmposError], message: str) -> None:
-    with pytest.raises(kind) as caught:
-        call()
-    assert str(caught.value).startswith(message)
+def test_other_errors_have_their_own_type() -> None:
+    with pytest.raises(UnsupportedError, match=r"^scheme: got Own\(\), want one of mmpos.SCHEMES, or the name"):
+        received(SCHEME, Own())
+    with pytest.raises(LimitExceededError, match=r"^table.num_tokens: got 2147483648, want at most"):
+        table("", axes=2, num_tokens=2**31)[0]()
 
 
 def test_a_sequence_has_margins_of_0_and_1_and_as_many_tokens_as_segments() -> None:

@@ -1,6 +1,6 @@
 """Attack a server and watch it: ``make fuzz SECONDS=60``.
 
-Attackers in separate processes send bytes, malformed messages, HTTP/2 frames, image files and metadata. Meanwhile, one
+Attackers in separate processes send malformed messages, streams and metadata. Meanwhile, one
 client polls the health service, and another asks for positions whose values are known. No status is INTERNAL or
 UNKNOWN, no traceback is logged, no known answer is wrong, and the server's descriptors, threads and processes return
 almost to the numbers that they had after a first period of attacks. If ``--attack-seconds`` is a
@@ -129,8 +129,8 @@ def test_a_server_withstands_attacks(tmp_path: Path, request: pytest.FixtureRequ
     finally:
         server.kill()
     late = [milliseconds for milliseconds in witness.health if milliseconds > HEALTH_MS]
-    print(f"seed {seed}: {tally.requests:,} requests, {dict(tally.statuses)}; {len(witness.health)} answers to health")
-    assert tally.bad == {}, tally.samples
+    print(f"seed {seed}: {tally.statuses.total():,} requests, {dict(tally.statuses)}")
+    assert tally.bad == {}
     assert "Traceback" not in server.log.read_text(errors="replace")
     assert grown == {}
     assert (witness.polite["wrong"], witness.polite["right"] > 0) == (0, True)

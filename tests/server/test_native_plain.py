@@ -6,139 +6,96 @@ import asyncio
 import io
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from functions_called import functions_called
-from grpc import aio
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from message_strategies import for_each, messages, places
 from mutations import mutate
 
 from mmpos import Grid, SegmentTable, Text
 from mmpos.client import Decode, Dense, InputIds, PositionsQuery
+from mmpos.errors import MmposError
 from mmpos.positions.plan import forget_plans
 from mmpos.rpc.positions import put_query
 from mmpos.rpc.v1 import positions_pb2 as pb
-from mmpos.schemes import MRopeQwen25, RopeTieV2
+from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
 from mmpos.segments.kinds import Audio, Segment
 from mmpos.segments.placeholders import Placeholders
+from mmpos.sequence.builder import SequenceBuilder
 from mmpos.support import native
 from mmpos_server.arrivals import Arrivals
-from mmpos_server.call import Threads
-from mmpos_server.config import Limits, Profiles, ServerConfig
+from mmpos_server.call import Call, Threads
+from mmpos_server.config import Limits, Profile, Profiles, ServerConfig
 from mmpos_server.endpoints import Endpoint, Shared
 from mmpos_server.logs import Logs
+from mmpos_server.methods import Plain
 from mmpos_server.metrics import Metrics
 from mmpos_server.plain import PlainQueries
 from mmpos_server.services import methods
-from mmpos_server.streams import StreamEndpoint
 
-PROFILES = '[profiles.default]\n[profiles.video]\nscheme = "videorope"\n[profiles.rows]\nscheme = "rows"\n'
-CONFIG = ServerConfig.read(PROFILES)
+CONFIG = ServerConfig.read(
+    '[profiles.default]\n[profiles.video]\nscheme = "videorope"\n[profiles.rows]\nscheme = "rows"\n'
+)
+PROFILES = Profiles.from_config(CONFIG)
 BATCH: list[list[Segment]] = [[Text(3), Grid(2, 3), Text(2), Grid(4, 4), Text(1)], [Text(300)], [Text(1), Audio(2)]]
 
 
-@dataclass(frozen=True)
-class FailedError(Exception):
-    """The status of a call that failed."""
+class Place:
+    """Place without a transport.
 
-    code: object
-    message: str
-    metadata: object
+    Args:
+        limits: limits of one request.
+    """
 
+    def __init__(self, limits: Limits = CONFIG.limits) -> None:
+        self.plain, self.loop = PlainQueries(PROFILES, limits), asyncio.new_event_loop()
+        method = replace(methods(PROFILES, limits)[0], plain=self.plain.answer)
+        logs = Logs(io.TextIOWrapper(io.BytesIO()), sample=0)
+        self._arrivals, self._threads = Arrivals(1.0), Threads()
+        self.endpoint = Endpoint(method, Shared(limits, self._arrivals, self._threads, Metrics(), logs))
 
-class Context:
-    """Context of a call or stream with these messages."""
+    def call(self) -> Call:
+        """Return a call that has not begun."""
+        return Call("", self._arrivals, self._threads)
 
-    def __init__(self, *messages: bytes) -> None:
-        self._messages = [*messages, aio.EOF]
+    def parsed(self, raw: bytes) -> Plain:
+        """Answer a request through messages.
 
-    async def read(self) -> Any:
-        return self._messages.pop(0)
+        Raises:
+            MmposError, DecodeError: it is refused.
+        """
+        call = self.call()
+        answer = self.loop.run_until_complete(self.endpoint._parsed(raw, call))
+        return answer, call.counts["documents"], call.counts["tokens"], call.counts["images"]
 
-    async def abort(self, *status: Any) -> None:
-        raise FailedError(*status)
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("x-request-id", "1"),)
-
-    def peer(self) -> str:
-        return "unix:"
-
-    def auth_context(self) -> dict[str, list[bytes]]:
-        return {}
-
-
-class Way:
-    """Place and its stream without a transport, with or without the path for plain queries."""
-
-    def __init__(self, config: ServerConfig, limits: Limits, *, plain: bool) -> None:
-        method = methods(Profiles.from_config(config), limits)[0]
-        if not plain:
-            method = replace(method, plain=None)
-        self.metrics, self._threads, self._loop = Metrics(), Threads(), asyncio.new_event_loop()
-        shared = Shared(
-            limits, Arrivals(1.0), self._threads, self.metrics, Logs(io.TextIOWrapper(io.BytesIO()), sample=0)
-        )
-        self.place, self.stream = Endpoint(method, shared), StreamEndpoint(method, shared)
-
-    def answer(self, raw: bytes) -> bytes | FailedError:
+    def answer(self, raw: bytes) -> Plain | None:
+        """Return the plain answer if there is one, after a check that the parsed request has the same."""
         try:
-            return self._loop.run_until_complete(self.place.answer(None, Context(raw)))
-        except FailedError as failed:
-            return failed
-
-    def answers(self, *items: bytes) -> list[bytes]:
-        async def collected() -> list[bytes]:
-            return [answer async for answer in self.stream.answers(None, Context(*items))]
-
-        return self._loop.run_until_complete(collected())
+            parsed = self.parsed(raw)  # which also registers the shapes
+        except (MmposError, DecodeError):
+            parsed = None
+        plain = self.plain.answer(raw)
+        assert plain in (None, parsed)
+        return plain
 
     def stop(self) -> None:
+        """End the threads."""
         self._threads.close()
-        self._loop.close()
-
-
-class Both:
-    """Both ways, the second without the path for plain queries."""
-
-    def __init__(self, config: ServerConfig, limits: Limits | None = None) -> None:
-        limits = limits or config.limits
-        self.ways = Way(config, limits, plain=True), Way(config, limits, plain=False)
-        self.plain = PlainQueries(Profiles.from_config(config), limits)
-
-    def answers(self, raw: bytes) -> bytes | FailedError:
-        """Answer a request in both ways, and check that the answers are equal."""
-        result, wanted = (way.answer(raw) for way in self.ways)
-        assert result == wanted
-        return result
-
-    def counts(self) -> list[dict[str, float]]:
-        """Return the metrics of both ways, without timings and those of the process."""
-        return [
-            {
-                f"{sample.name}{sample.labels}": sample.value
-                for metric in way.metrics.registry.collect()
-                for sample in metric.samples
-                if sample.name.startswith("mmpos_")
-                and not ("_seconds" in sample.name or sample.name.endswith("_created"))
-            }
-            for way in self.ways
-        ]
-
-    def stop(self) -> None:
-        for way in self.ways:
-            way.stop()
+        self.loop.close()
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[Both]:
-    """Yield two servers with the limits from the embedded settings."""
-    servers = Both(CONFIG)
-    yield servers
-    servers.stop()
+def served() -> Iterator[Place]:
+    """Yield Place with the limits from the embedded settings."""
+    place = Place()
+    yield place
+    place.stop()
 
 
 def query(documents: list[list[Segment]] = BATCH, profile: str | None = None, **arguments: Any) -> bytes:
@@ -174,18 +131,15 @@ PLAIN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("raw", PLAIN.values(), ids=PLAIN)
-def test_a_plain_query_gets_the_same_answer_on_both_paths(both: Both, raw: bytes) -> None:
-    both.answers(raw)  # the first call registers the shapes
-    answer = both.answers(raw)
-    assert isinstance(answer, bytes)
-    result = both.plain.answer(raw)
-    assert result is not None
-    positions = pb.PlaceResponse.FromString(answer).positions
-    assert (result[0], *result[1:3]) == (answer, len(positions.cu_seqlens) - 1, positions.cu_seqlens[-1])
-    item = pb.StreamPlaceRequest(id=2**40, query=pb.PlaceRequest.FromString(raw).query).SerializeToString()
-    served = both.plain.answer(item, item=True)
-    assert served is not None
-    assert served[0] == pb.StreamPlaceResponse(id=2**40, positions=positions).SerializeToString()
+def test_a_plain_query_gets_the_answer_of_a_parsed_one(served: Place, raw: bytes) -> None:
+    plain = served.answer(raw)
+    assert plain is not None
+    request = pb.StreamPlaceRequest(id=2**40, query=pb.PlaceRequest.FromString(raw).query)
+    item = served.plain.answer(request.SerializeToString(), item=True)
+    answer = pb.StreamPlaceResponse(id=2**40, positions=pb.PlaceResponse.FromString(plain[0]).positions)
+    assert item == (answer.SerializeToString(), *plain[1:])
+    call = served.call()
+    assert (call.plain(served.plain.answer, raw), *call.counts.values()) == plain
 
 
 def field(number: int, content: bytes, kind: int = 2) -> bytes:
@@ -230,9 +184,8 @@ NOT_PLAIN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("raw", NOT_PLAIN.values(), ids=NOT_PLAIN)
-def test_other_and_invalid_queries_are_parsed_as_messages(both: Both, raw: bytes) -> None:
-    both.answers(raw)
-    assert both.plain.answer(raw) is None
+def test_other_and_invalid_queries_are_not_plain(served: Place, raw: bytes) -> None:
+    assert served.answer(raw) is None
 
 
 LIMITS = {"documents": 2, "segments": 4, "tokens": 20, "images": 1, "message_bytes": 1024, "response_bytes": 1024}
@@ -250,54 +203,41 @@ OVER: dict[str, tuple[bytes, str | None]] = {
 }
 
 
-def test_errors_name_the_limit_that_a_value_exceeds() -> None:
+def test_a_query_beyond_a_limit_is_not_plain_and_its_error_names_the_limit() -> None:
     # The limits are set directly, since a settings file may not contain limits this small.
-    limited = Both(CONFIG, Limits(**LIMITS))
+    limited = Place(Limits(**LIMITS))
     for name, (raw, limit) in OVER.items():
-        limited.answers(raw)  # the first call registers the shapes
-        answer = limited.answers(raw)
-        assert (answer.message.partition(":")[0] if isinstance(answer, FailedError) else None) == limit, name
-        assert (limited.plain.answer(raw) is None) == (limit is not None), name
-    result, wanted = limited.counts()
-    assert len(result) > 10
-    assert result == wanted
+        assert (limited.answer(raw) is None) == (limit is not None), name
+        if limit is not None:
+            with pytest.raises(MmposError, match=f"^{limit}: got "):
+                limited.parsed(raw)
     limited.stop()
 
 
 @given(places())
-def test_any_query_gets_the_same_answer_on_both_paths(both: Both, request: Any) -> None:
-    both.answers(request.SerializeToString())
+def test_any_plain_query_gets_the_answer_of_a_parsed_one(served: Place, request: Any) -> None:
+    served.answer(request.SerializeToString())
 
 
-def test_mutated_bytes_get_the_same_answer_on_both_paths(both: Both) -> None:
+def test_mutated_bytes_get_the_answer_of_a_parsed_query(served: Place) -> None:
     pieces = [*PLAIN.values(), *NOT_PLAIN.values()]
     for_each(messages(pb.PlaceRequest), 60, lambda message: pieces.append(message.SerializeToString()))
     small = [raw for raw in pieces if len(raw) < 500]
-    chance, seen = random.Random(31), {True: 0, False: 0}
+    plain = [raw for raw in PLAIN.values() if len(raw) < 500]
+    chance, declined = random.Random(31), 0
     for turn in range(4000):
         raw = mutate(chance.choice(small), chance, small)
         if turn % 2:  # a plain query with one changed byte often stays plain
-            changed = bytearray(chance.choice([sent for sent in PLAIN.values() if len(sent) < 500]))
+            changed = bytearray(chance.choice(plain))
             changed[chance.randrange(len(changed))] = chance.choice([0, 1, 2, 3, 5, 9, 100, 255])
             raw = bytes(changed)
-        both.answers(raw)
-        seen[both.plain.answer(raw) is None] += 1
-    assert min(seen.values()) > 50
-    assert both.counts()[0] == both.counts()[1]
-
-
-def test_stream_items_get_the_same_answers_on_both_paths(both: Both) -> None:
-    requests = [pb.PlaceRequest.FromString(raw) for raw in (*PLAIN.values(), query([[Text(2)]], start=2**31 - 1))]
-    items = [pb.StreamPlaceRequest(id=i, query=sent.query).SerializeToString() for i, sent in enumerate(requests)]
-    results, wanted = (way.answers(*items) for way in both.ways)
-    assert results == wanted
-    assert len(results) == len(items)
-    assert both.counts()[0] == both.counts()[1]
+        declined += served.answer(raw) is None
+    assert 50 < declined < 3950
 
 
 def test_shapes_and_settings_are_cached_and_evicted() -> None:
     forget_plans()
-    plain = PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits)
+    plain = PlainQueries(PROFILES, CONFIG.limits)
     new = query([[Text(1), Grid(3, 7), Text(1)]])
     assert plain.answer(new) is None  # not before the scheme has planned this shape for a message
     PositionsQuery(SegmentTable.from_documents([[Text(1), Grid(3, 7), Text(1)]])).run()
@@ -308,9 +248,18 @@ def test_shapes_and_settings_are_cached_and_evicted() -> None:
     assert plain.answer(new) is None  # its plan was evicted
 
 
+@pytest.mark.parametrize("lacks", ["audio", "resumable"])
+def test_queries_are_plain_only_with_a_scheme_that_places_audio_and_continues(lacks: str) -> None:
+    for changes in ({}, {lacks: False}):  # a subclass declares again that its ids are linear
+        scheme = type("Own", (RopeTie,), {"linear_in": RopeTie.linear_in, **changes})()
+        PositionsQuery(SegmentTable.from_documents(BATCH[1:2]), scheme).run()  # registers the shape
+        plain = PlainQueries(Profiles([Profile("a", SequenceBuilder(scheme=scheme))]), CONFIG.limits)
+        assert (plain.answer(query(BATCH[1:2])) is None) == bool(changes)
+
+
 def test_without_the_extension_no_query_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "core", None)
-    assert PlainQueries(Profiles.from_config(CONFIG), CONFIG.limits).answer(PLAIN["ids"]) is None
+    assert PlainQueries(PROFILES, CONFIG.limits).answer(PLAIN["ids"]) is None
 
 
 IMAGE = InputIds([1, 5, 9, 9, 9, 9, 2, 3], Placeholders(image=9), [[1, 2, 2]])
@@ -322,9 +271,14 @@ FEW: dict[str, tuple[PositionsQuery, int]] = {
 
 
 @pytest.mark.parametrize(("asked", "most"), FEW.values(), ids=FEW)
-def test_a_call_runs_few_python_functions(both: Both, asked: PositionsQuery, most: int) -> None:
+def test_a_call_runs_few_python_functions(served: Place, asked: PositionsQuery, most: int) -> None:
     request = pb.PlaceRequest()
     put_query(request.query, asked)
-    raw, seen = request.SerializeToString(), both.ways[0]
-    assert isinstance(seen.answer(raw), bytes)
-    assert most / 3 < functions_called(lambda: seen.answer(raw)) <= most
+    raw = request.SerializeToString()
+
+    async def read() -> bytes:
+        return raw
+
+    context = SimpleNamespace(read=read, invocation_metadata=tuple, peer=lambda: "unix:", auth_context=dict)
+    asked_again = partial(served.endpoint.answer, None, context)
+    assert most / 3 < functions_called(lambda: served.loop.run_until_complete(asked_again())) <= most

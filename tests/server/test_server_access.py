@@ -15,13 +15,13 @@ from typing import Any
 import grpc
 import pytest
 from certificates import make_certificate
-from grpc_calls import Unary, ending
+from grpc_calls import ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, KeptLogs
 from waiting import eventually
 
 from mmpos.client import Client, Tls
-from mmpos.errors import InvalidInputError
+from mmpos.errors import InvalidInputError, ServiceError
 from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2
 from mmpos_server.access import Certificates, TlsFiles, TokenFile
 from mmpos_server.app import Server
@@ -44,9 +44,7 @@ def bearer(token: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {token}")]
 
 
-def connected(address: str) -> Any:
-    """Return a channel typed as Any."""
-    return grpc.insecure_channel(address)
+connected: Any = grpc.insecure_channel
 
 
 def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str, str]:
@@ -212,28 +210,25 @@ def test_a_client_is_named_after_its_certificate_or_its_address() -> None:
 def test_tls_and_a_token_can_both_be_required_and_the_token_names_the_client(file: Path, tmp_path: Path) -> None:
     for name in ("localhost", "carol"):
         make_certificate(tmp_path, name)
-    pem = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
-    tls = TlsFiles(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
-    carol = grpc.ssl_channel_credentials(pem["localhost.pem"], pem["carol.key"], pem["carol.pem"])
-    nobody = grpc.ssl_channel_credentials(pem["localhost.pem"])
+    cert = tmp_path / "localhost.pem"
+    tls = TlsFiles(cert, tmp_path / "localhost.key", tmp_path / "carol.pem")
+    carol, nobody = Tls(cert, tmp_path / "carol.pem", tmp_path / "carol.key"), Tls(cert)
 
-    def ask(address: str, credentials: Any, metadata: Any = ()) -> str:
-        with grpc.secure_channel(address, credentials) as channel:
+    def ask(address: str, tls: Tls, token: str | None = None) -> str:
+        with Client(address.replace("0.0.0.0", "127.0.0.1"), tls=tls, token=token, attempts=1) as client:
             try:
-                info: Unary = channel.unary_unary("/mmpos.rpc.v1.InfoService/GetInfo")
-                info(b"", metadata=metadata, timeout=300)
-            except grpc.RpcError as error:
-                return str(error.code().name)
-            return "OK"
+                client.info()
+            except ServiceError as error:
+                return type(error).__name__
+            return "answered"
 
     logs = KeptLogs()
     with running(listen=Listen(tls=tls), logs=logs) as address:
-        assert [ask(address, carol), ask(address, nobody)] == ["OK", "UNAVAILABLE"]
+        assert [ask(address, carol), ask(address, nobody)] == ["answered", "ServiceUnavailableError"]
     both = Listen("0.0.0.0", tls=tls, token_file=file)
     with running(listen=both, logs=logs) as address:
-        place = address.replace("0.0.0.0", "127.0.0.1")
-        results = [ask(place, carol), ask(place, carol, bearer(BOB)), ask(place, nobody, bearer(BOB))]
-        assert results == ["UNAUTHENTICATED", "OK", "UNAVAILABLE"]
+        results = [ask(address, carol), ask(address, carol, BOB), ask(address, nobody, BOB)]
+        assert results == ["ServiceUnauthenticatedError", "answered", "ServiceUnavailableError"]
     assert [line["client"] for line in logs.lines() if line.get("status") == "OK"] == ["carol", "bob"]
 
 

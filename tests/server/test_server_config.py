@@ -114,6 +114,7 @@ MISTAKES = [
     ("[limits]\ntokens = 1\n", f"limits: got an unknown setting, {KNOWN}"),
     ("request_bytes = 67108865\n", "request_bytes: got 67108865, want <= 67108864"),
     ("streams_per_connection = 0\n", "streams_per_connection: got 0, want >= 1"),
+    ("schemes = 'a:B'\n", "schemes: got 'a:B', want a list of \"module:Class\""),
     ("schemes = [1]\n", "schemes[0]: got 1, want text"),
     ("[profiles]\n", "profiles: want at least one, each with a name"),
     ("[profiles.a]\nimage = {}\n", "profiles.a.image: got an unknown setting, want one of model, scheme, tokenizer, "),
@@ -132,15 +133,20 @@ MISTAKES = [
 ]
 
 
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the line that the program prints when it ends with status 2."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return err.removeprefix("mmpos_server: error: ")
+
+
 @pytest.mark.parametrize(("text", "message"), MISTAKES)
-def test_check_reports_a_mistake_in_one_line_with_status_2(
+def test_check_reports_a_mistake_in_one_line(
     file: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(text)
-    assert main(["--check", str(file)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"mmpos_server: error: {file}: {message}")
+    assert mistake(capsys, "--check", str(file)).startswith(f"{file}: {message}")
 
 
 def test_check_accepts_valid_settings_with_one_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,12 +154,10 @@ def test_check_accepts_valid_settings_with_one_line(file: Path, capsys: pytest.C
     assert main(["--check", str(file)]) == 0
     assert capsys.readouterr() == (f"{file}: the settings and the profiles a, b are valid\n", "")
     file.unlink()
-    assert main(["--check", str(file)]) == 2
-    want = f"{file}: got No such file or directory, want a file that can be read"
-    assert capsys.readouterr().err == f"mmpos_server: error: {want}\n"
+    want = f"{file}: got No such file or directory, want a file that can be read\n"
+    assert mistake(capsys, "--check", str(file)) == want
     file.write_bytes(b"\xff")
-    assert main(["--config", str(file)]) == 2
-    assert "got bytes that are not UTF-8" in capsys.readouterr().err
+    assert mistake(capsys, "--config", str(file)).startswith(f"{file}: got bytes that are not UTF-8")
 
 
 HOST_PORT = "want HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051"
@@ -180,7 +184,4 @@ FLAGS = [
 def test_flags_that_are_wrong_or_contradict_each_other_are_one_line(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments.split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"mmpos_server: error: {message}")
+    assert mistake(capsys, *arguments.split()).startswith(message)

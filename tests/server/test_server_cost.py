@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,19 @@ from waiting import eventually
 
 from mmpos import Grid, MmposError, SegmentTable, Text
 from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
+from mmpos.errors import LimitExceededError
 from mmpos.images import ImageProcessor, decode
 from mmpos.rpc.positions import get_query, put_query
-from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2
 from mmpos.rpc.v1 import positions_pb2 as pb
+from mmpos.rpc.v1 import rotary_pb2, sequences_pb2
 from mmpos.sequence.builder import SequenceBuilder
 from mmpos.support.info import cores
 from mmpos_server.arrivals import Arrivals
-from mmpos_server.call import Call, Threads
+from mmpos_server.call import Call, GoneError, Threads
 from mmpos_server.config import Profiles, load
 from mmpos_server.position_service import PositionService, max_segments
-from mmpos_server.rotary_service import RotaryService
 from mmpos_server.sequence_service import SequenceService
-from mmpos_server.services import place_method
+from mmpos_server.services import methods, place_method
 from mmpos_server.testing import running
 
 CONFIG = load()
@@ -91,72 +92,62 @@ def test_no_query_has_more_segments_than_estimated(request: Any) -> None:
     assert total <= max_segments(query)
 
 
-def placed(call: Call, query: PositionsQuery) -> tuple[positions_pb2.Positions, list[str]]:
-    """Return the answer to a query, and the stages of the work."""
-    message, answer = positions_pb2.PositionsQuery(), positions_pb2.Positions()
-    put_query(message, query)
-    call.request_bytes = message.ByteSize()
-    asyncio.run(PositionService(Profiles.from_config(CONFIG), CONFIG.limits).place(message, answer, call))
-    whole = positions_pb2.Positions.FromString(call.beside.serialize(answer))
-    return whole, [stage for stage, _ in call.stages]
+def place(*arguments: Any, **options: Any) -> Any:
+    request = pb.PlaceRequest()
+    put_query(request.query, PositionsQuery(*arguments, **options))
+    return request
 
 
-INLINE, NONE = ["read", "place", "write"], np.empty((0, 3), int)
-LARGE: dict[str, tuple[PositionsQuery, list[str]]] = {
-    "few segments": (PositionsQuery(IMAGES), INLINE),
-    "ids": (PositionsQuery(Spans([2**18], [], NONE), dense=Dense()), INLINE),
-    "ranges": (PositionsQuery(IMAGES, views=[OVERLAPPING]), ["read", "queue", "place", "queue", "write"]),
-    "many ids": (PositionsQuery(Spans([2**18 + 1], [], NONE), dense=Dense()), ["read", "place", "queue", "write"]),
-    "many bytes": (PositionsQuery(InputIds(np.zeros(2**15, np.int64))), ["queue", "read", "place", "write"]),
-}
+def build(patches: bool = False, **part: Any) -> Any:
+    query = sequences_pb2.SequencesQuery(documents=[{"parts": [part]}], patches=patches)  # type: ignore[list-item]
+    return sequences_pb2.BuildRequest(query=query)
 
 
-@pytest.mark.parametrize(("query", "stages"), LARGE.values(), ids=LARGE)
-def test_small_work_runs_on_the_event_loop_and_large_work_in_a_thread(
-    call: Call, query: PositionsQuery, stages: list[str]
-) -> None:
-    answer, result = placed(call, query)
-    assert result == stages
-    assert call.answer_bytes == len(answer.table.table) + len(answer.table.documents) + len(answer.dense.data)
-
-
-def built(call: Call, *parts: dict[str, Any], patches: bool = False) -> list[str]:
-    """Build a sequence of these parts, and return the stages of the work."""
-    request = sequences_pb2.BuildRequest(query={"documents": [{"parts": parts}], "patches": patches})  # type: ignore[arg-type]
-    call.request_bytes = request.ByteSize()
-    answer = sequences_pb2.Sequences()
-    asyncio.run(SequenceService(Profiles.from_config(CONFIG), CONFIG.limits).build(request.query, answer, call))
-    assert [result.WhichOneof("outcome") for result in answer.results] == ["sequence"]
-    return [stage for stage, _ in call.stages]
-
-
-NOT_QUEUED = ["read", "build", "write"]
-PARTS: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
-    "text": ({"text": "a bird"}, False, NOT_QUEUED),
-    "much text": ({"text": "a" * 2**18}, False, ["queue", "read", "queue", "build", "write"]),
-    "a grid": ({"grid": {"height": 2**9, "width": 2**10}}, False, NOT_QUEUED),
-    "a large grid": ({"grid": {"height": 2**9, "width": 2**10 + 1}}, False, ["read", "queue", "build", "write"]),
-    "the size of an image": ({"image": picture()}, False, NOT_QUEUED),
-    "the patches of an image": ({"image": picture()}, True, ["read", "queue", "build", "build", "write"]),
-}
-
-
-@pytest.mark.parametrize(("part", "patches", "stages"), PARTS.values(), ids=PARTS)
-def test_images_are_decoded_and_large_sequences_are_built_in_pools(
-    call: Call, part: dict[str, Any], patches: bool, stages: list[str]
-) -> None:
-    assert built(call, part, patches=patches) == stages
-
-
-@pytest.mark.parametrize(("tokens", "stages"), [(2, []), (2**13, ["queue"])])
-def test_few_tokens_are_rotated_on_the_event_loop(call: Call, tokens: int, stages: list[str]) -> None:
+def rotate(tokens: int) -> Any:
     request = rotary_pb2.RotateRequest(q=tensor(np.ones((tokens, 1, 8)), "float32"))
     request.positions.ids.CopyFrom(tensor([range(tokens)] * 2))
     request.rotary.rotary.head_dim = 8
-    call.request_bytes = request.ByteSize()
-    rotations = RotaryService(Profiles.from_config(CONFIG), CONFIG.limits)
-    asyncio.run(rotations.rotate(request, rotary_pb2.RotateResponse(), call))
-    assert [stage for stage, _ in call.stages] == [*stages, "read", "rotate", "write"]
+    return request
+
+
+NONE = np.empty((0, 3), int)
+WORK: dict[str, tuple[Any, str]] = {
+    "few segments": (place(IMAGES), "read place write"),
+    "ids": (place(Spans([2**18], [], NONE), dense=Dense()), "read place write"),
+    "ranges": (place(IMAGES, views=[OVERLAPPING]), "read queue place queue write"),
+    "many ids": (place(Spans([2**18 + 1], [], NONE), dense=Dense()), "read place queue write"),
+    "many bytes": (place(InputIds(np.zeros(2**15, np.int64))), "queue read place write"),
+    "text": (build(text="a bird"), "read build write"),
+    "much text": (build(text="a" * 2**18), "queue read queue build write"),
+    "a grid": (build(grid={"height": 2**9, "width": 2**10}), "read build write"),
+    "a large grid": (build(grid={"height": 2**9, "width": 2**10 + 1}), "read queue build write"),
+    "the size of an image": (build(image=picture()), "read build write"),
+    "the patches of an image": (build(patches=True, image=picture()), "read queue build build write"),
+    "few rotations": (rotate(2), "read rotate write"),
+    "many rotations": (rotate(2**13), "queue read rotate write"),
+}
+
+
+@pytest.mark.parametrize(("request_", "stages"), WORK.values(), ids=WORK)
+def test_small_work_runs_on_the_event_loop_and_large_work_in_a_thread(call: Call, request_: Any, stages: str) -> None:
+    served = methods(Profiles.from_config(CONFIG), CONFIG.limits, rotations=True)
+    (method,) = (method for method in served if method.request is type(request_))
+    call.request_bytes, response = request_.ByteSize(), method.response()
+    asyncio.run(method.run(request_, response, call))
+    assert " ".join(stage for stage, _ in call.stages) == stages
+    if method.name == "Place":
+        answer = pb.PlaceResponse.FromString(call.beside.serialize(response)).positions
+        assert call.answer_bytes == len(answer.table.table) + len(answer.table.documents) + len(answer.dense.data)
+    if method.name == "Build":
+        assert [result.WhichOneof("outcome") for result in response.sequences.results] == ["sequence"]  # type: ignore[attr-defined]
+
+
+def test_tokens_are_counted_again_when_the_texts_are_tokenised(call: Call) -> None:
+    service = SequenceService(Profiles.from_config(CONFIG), replace(CONFIG.limits, tokens=10))
+    texts = [{"parts": [{"text": text}]} for text in ("é" * 3, "é" * 3)]  # six characters, twelve bytes
+    query = sequences_pb2.SequencesQuery(documents=texts)  # type: ignore[arg-type]
+    with pytest.raises(LimitExceededError, match=r"^tokens: got 12, want at most 10 "):
+        asyncio.run(service.build(query, sequences_pb2.Sequences(), call))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -212,9 +203,26 @@ def test_two_threads_decode_images_and_no_other_call_waits(monkeypatch: pytest.M
             assert sequence.image_hashes == local.image_hashes
 
 
+def test_no_further_image_is_decoded_for_a_client_that_has_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, samples = list[Image.Image](), decode.samples
+
+    def gone(image: Image.Image) -> decode.Samples:
+        decoded.append(image)
+        call.gone = True
+        return samples(image)
+
+    monkeypatch.setattr(decode, "samples", gone)
+    query = sequences_pb2.SequencesQuery(documents=[{"parts": [{"image": picture()}] * 3}], patches=True)  # type: ignore[list-item]
+    service = SequenceService(Profiles.from_config(CONFIG), CONFIG.limits)
+    with pytest.raises(GoneError):
+        asyncio.run(service.build(query, sequences_pb2.Sequences(), call))
+    assert len(decoded) == 1
+
+
 IMPORTS = """
 import sys
 import mmpos.client
+from mmpos_server.sequence_service import SequenceService
 from mmpos_server.services import methods
 from mmpos_server.config import Limits, Profiles, load
 methods(Profiles.from_config(load()), Limits())

@@ -115,7 +115,7 @@ def test_an_error_names_the_unusable_file(folder: Path, path: str, content: str 
 
 # Schemes of the user's own
 
-MODULE = '''
+MODULE = """
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,8 +125,6 @@ from mmpos.schemes import Flatten, Placement, Scheme
 
 @dataclass(frozen=True)
 class DiagonalTie(Scheme):
-    """Rows and columns that move down and to the right by the step."""
-
     name = "diagonal-tie"
     axes = 2
     step: int = 1
@@ -139,14 +137,12 @@ class DiagonalTie(Scheme):
 
 
 class Plain(DiagonalTie):
-    """The same ids, from the plan that C applies."""
-
     name = "plain-tie"
     linear_in = ("cursor",)
 
 
 class Taken(Flatten):
-    """A scheme with the name of another."""
+    pass
 
 
 class NeedsWidth(Plain):
@@ -157,7 +153,7 @@ class NeedsWidth(Plain):
 
 
 WIDE = DiagonalTie(step=2)
-'''
+"""
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
 IDS = [[0, 1, 2, 3, 3, 3, 4, 4, 4, 8, 9], [0, 1, 2, 3, 4, 5, 4, 5, 6, 8, 9]]
 SETTINGS = """

@@ -197,6 +197,7 @@ def preprocess(
 
         with as_typed(paths="INPUT", folder="--output", max_skipped="--max-skipped"):
             readers = shards(inputs)
+            _announce([reader.source for reader in readers], output, work)
             options = asdict(work)
             own = replace(records.preprocess(sequences.builder()), on_image_error=options.pop("on_image_error"))
             logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the files list skipped records
@@ -248,7 +249,9 @@ def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> An
         if not equals:
             raise InvalidInputError(f"{option}: got {assignment!r}, want {_OPTION}")
         if name not in known:
-            raise InvalidInputError(f"{option} {assignment}: got {name!r}, want one of {', '.join(known)}")
+            raise InvalidInputError(
+                f"{option} {assignment}: got {name!r}{did_you_mean(name, known)}, want one of {', '.join(known)}"
+            )
         with naming(f"{option} {assignment}"):
             target = replace(target, **{name: _value(value)})
     return target
@@ -260,6 +263,14 @@ def _value(text: str) -> object:
         return json.loads(text)
     except ValueError:
         return text or None
+
+
+def _announce(sources: Sequence[str], output: str, work: WorkFlags) -> None:
+    """Say what is read and what starts, since the first progress comes after seconds."""
+    names = sources[0] if len(sources) == 1 else f"{sources[0]} … {sources[-1]}"
+    workers = counted(min(work.workers, len(sources)), "worker")
+    inputs = counted(len(sources), "input", ",")
+    typer.echo(f"reading {inputs} ({names}) into {output}; starting {workers} ({work.engine})", err=True)
 
 
 def _shown(bar: Callable[..., None] | None) -> Callable[[Progress], None]:
@@ -310,7 +321,8 @@ def _print(summary: Summary, folder: str) -> None:
     values |= {name: f"{getattr(counts, name):,}" for name in ("documents", "tokens", "images", "skipped")}
     if counts.images_dropped:
         values["skipped"] += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
-    values["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s" if added else "nothing was left to do"
+    speed = f"{summary.tokens_per_second:,.0f} tokens/s" if summary.seconds >= 1 else "all in less than a second"
+    values["speed"] = speed if added else "nothing was left to do"
     if summary.others:
         names = ", ".join(summary.others[:_OTHERS]) + (" …" if len(summary.others) > _OTHERS else "")
         values["not given"] = f"{counted(len(summary.others), 'input', ',')} of earlier runs, with files in it: {names}"

@@ -73,7 +73,7 @@ class Summary:
 
     Args:
         outputs: finished files, in the order of the inputs and of the records in each input.
-        seconds: duration of this run.
+        seconds: time since the first record of this run.
         others: names of the inputs of earlier runs that this run was not given; their files stay in the folder.
     """
 
@@ -147,7 +147,7 @@ def write_sequences(
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     boolean("overwrite", overwrite)
-    job, begun, where = Job(preprocess, on_error, max_skipped), time.monotonic(), paths.checked_path("folder", folder)
+    job, where = Job(preprocess, on_error, max_skipped), paths.checked_path("folder", folder)
     tasks = _tasks(readers, where)
     with _locked(where):
         unfinished, kept, others = _resumed(job, tasks, where, overwrite)
@@ -163,7 +163,7 @@ def write_sequences(
             if run is None or run["inputs"].keys().isdisjoint(_files(where)):
                 paths.remove(paths.join(where, _RUN))  # a run that failed without a file does not own the folder
         progress.report(is_finished=True)
-    return Summary(progress.outputs, time.monotonic() - begun, others)
+    return Summary(progress.outputs, progress.seconds, others)
 
 
 def _tasks(readers: Sequence[Reader], folder: str) -> list[Task]:
@@ -338,6 +338,11 @@ class _Progress:
         """Files of earlier runs and of this one, in order."""
         return tuple(self._finished[key] for key in sorted(self._finished))
 
+    @property
+    def seconds(self) -> float:
+        """Time since the first record; 0 before it."""
+        return time.monotonic() - self._begun if self._begun else 0.0
+
     def add(self, step: Step) -> None:
         """Add a step, and report unless a report was just made."""
         key, output, now = (step.task, step.part), step.output, time.monotonic()
@@ -359,8 +364,8 @@ class _Progress:
         read, counts = sum((output.read for output in opened), self._read), self._counts + _counts(opened)
         read = self._reused + read if self._total is not None else counts.documents + counts.skipped
         if is_finished or read != self._total:
-            reasons, seconds = self._reasons + _reasons(opened), time.monotonic() - self._begun if self._begun else 0.0
-            self._report(Progress(read, self._total, self._unit, self._reused, seconds, counts, self._kept, reasons))
+            reasons, unit = self._reasons + _reasons(opened), self._unit
+            self._report(Progress(read, self._total, unit, self._reused, self.seconds, counts, self._kept, reasons))
 
 
 def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | None = None) -> list[SequenceShard]:

@@ -12,7 +12,12 @@ from functools import partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType
 
+from mmpos.data.formats import FORMATS
+from mmpos.schemes import SCHEMES
+
 __all__ = ["describe", "differences"]
+
+_NAMES = {f"{kind.__module__}.{kind.__qualname__}": name for name, kind in {**SCHEMES, **FORMATS}.items()}
 
 _MAX_ITEMS = 64  # longest list or mapping whose items are described one by one
 _DIGEST = "sha256:"
@@ -39,17 +44,23 @@ def describe(settings: Mapping[str, object]) -> dict[str, object]:
 def differences(got: Mapping[str, object], want: Mapping[str, object]) -> list[str]:
     """Name the settings that differ between two descriptions; settings nested in a named one are left out.
 
+    Schemes and formats have the names that a user types, not those of their classes.
+
     >>> differences({"a": 1, "b": "sha256:01", "c": 2}, {"a": 1, "b": "sha256:02", "c": 3})
     ['another b', 'c 2, want 3']
     """
     named: dict[str, str] = {}
     for path in dict.fromkeys([*want, *got]):
-        old, new = repr(got.get(path)), repr(want.get(path))
+        old, new = _typed(got.get(path)), _typed(want.get(path))
         if old == new or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
             continue
         hidden = any(value.startswith(f"'{_DIGEST}") for value in (old, new))
         named[path] = f"another {path}" if hidden else f"{path} {old}, want {new}"
     return list(named.values())
+
+
+def _typed(value: object) -> str:
+    return repr(_NAMES.get(value, value) if isinstance(value, str) else value)
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:

@@ -443,19 +443,23 @@ def test_the_command_names_an_overlong_example_and_refuses_an_output_of_another_
     assert main([*words, str(tmp_path / "index.parquet")]) == 2
     line = f"{tmp_path}/b.parquet[1]: got 136 tokens, want <= --max-tokens 100 (key 'b-1')"
     assert line in capsys.readouterr().err
-    assert main([*words, "index.csv"]) == 2
-    assert "--output: got 'index.csv', want a file ending in .parquet" in capsys.readouterr().err
+    for output, message in (
+        ("index.csv", "--output: got 'index.csv', want a file ending in .parquet"),
+        ("s3://k:s@b/a.parquet", "--output: got a URL with the scheme s3 and credentials"),
+    ):
+        assert main([*words, output]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_command_plans_the_files_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text_list": ["some words"], "image_info": []}\n' * 4)
-    ready, index = tmp_path / "ready", tmp_path / "index.parquet"
-    preprocess = Preprocess(MMC4(), SequenceBuilder())
+    ready, preprocess = tmp_path / "ready", Preprocess(MMC4(), SequenceBuilder())
     write_sequences(shards(tmp_path / "a.jsonl"), ready, preprocess)
     shard(ready / "stray.parquet", [20])
-    command = ["data", "plan", str(ready), "-o", str(index)]
+    command = ["data", "plan", str(ready), "-o", "memory://plans/index.parquet"]
     assert main(command) == 0
     assert "4, with 40 tokens" in capsys.readouterr().out
+    assert len(PlannedPacks(command[-1], 0)) == 1
     (ready / "a.parquet").unlink()
     assert main(command) == 2
     assert f"{ready}/_run.json: got 0 of the files of a.jsonl, want all" in capsys.readouterr().err

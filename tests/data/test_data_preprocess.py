@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from functools import partial
 from importlib import resources
@@ -537,7 +537,7 @@ def test_differing_settings_are_named_without_revealing_text_values() -> None:
     want = describe({"preprocess": PAGES, "part_bytes": 64})
     assert differences(want, want) == []
     assert differences(describe({"preprocess": scheme, "part_bytes": 64}), want) == [
-        "preprocess.builder.scheme 'mmpos.schemes.tie.RopeTieV2', want 'mmpos.schemes.tie.RopeTie'"
+        "preprocess.builder.scheme 'rope-tie-v2', want 'rope-tie'"
     ]
     record = describe({"preprocess": other, "part_bytes": 32})
     assert differences(record, want) == [
@@ -565,7 +565,9 @@ def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[
             file.write("\n" * 3_000_000)
     assert main(command("s*.jsonl", "--on-error", "skip")) == 0
     captured = capsys.readouterr()
-    assert captured.err.startswith("6.0 of 6.0 MB, 5 documents, 1 skipped")
+    announced, progress = captured.err.splitlines()
+    assert announced == "reading 2 inputs (s0.jsonl … s1.jsonl) into out; starting 1 worker (local)"
+    assert progress.startswith("6.0 of 6.0 MB, 5 documents, 1 skipped")
     lines = captured.out.splitlines()
     assert lines[:5] == [
         "files       2 in out: kept 0, added 2",
@@ -574,12 +576,12 @@ def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[
         "images      5",
         "skipped     1",
     ]
-    assert re.fullmatch(r"speed       [\d,]+ tokens/s", lines[5])
+    assert re.fullmatch(r"speed       ([\d,]+ tokens/s|all in less than a second)", lines[5])
     assert lines[6].startswith("1 × images[…]: got the path …, want a file that exists inside ")
     files = contents(tmp_path / "out")
     assert main(command("s*.jsonl", "--on-error", "skip")) == 0
     captured = capsys.readouterr()
-    assert captured.err == "6.0 of 6.0 MB, 5 documents kept\n"
+    assert captured.err == f"{announced}\n6.0 of 6.0 MB, 5 documents kept\n"
     assert captured.out.splitlines()[0] == "files       2 in out: kept 2, added 0"
     assert "speed       nothing was left to do" in captured.out
     assert contents(tmp_path / "out") == files
@@ -670,6 +672,11 @@ def test_the_command_reads_a_tokenizer_file(tmp_path: Path) -> None:
             "--marker images=1: got 'images', want one of begin, end, patch, row, last_row, video, audio, audio_begin, "
             "audio_end",
         ),
+        (
+            ["s0.jsonl", "--image-option", "max_token=9"],
+            "--image-option max_token=9: got 'max_token' (did you mean 'max_tokens'?), want one of "
+            + ", ".join(field.name for field in fields(ImageProcessor) if field.init),
+        ),
         (["s0.jsonl", "--marker", "row"], "--marker: got 'row', want NAME=VALUE"),
         (
             ["s0.jsonl", "--image-option", "patch_size=big"],
@@ -694,8 +701,10 @@ def test_command_errors_are_a_single_line(
     assert main(command(*arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert re.fullmatch(r"mmpos: error: [^\n]+\n", captured.err), captured.err
-    assert line is None or captured.err == f"mmpos: error: {line}\n"
+    *announced, error = captured.err.splitlines()
+    assert all(first.startswith("reading 1 input (") for first in announced)
+    assert error.startswith("mmpos: error: ")
+    assert line is None or error == f"mmpos: error: {line}"
     assert not Path("out").exists() or contents(Path("out")) == {}
 
 
@@ -710,7 +719,11 @@ def test_a_missing_extra_is_named_in_a_single_line(
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(command("s0.jsonl", "--engine", "ray")) == 1
     want = 'install it with: pip install "multimodal-positions[ray]" (in a clone: pip install ".[ray]")'
-    assert capsys.readouterr() == ("", f"mmpos: error: the ray engine: ray is not installed; {want}\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.splitlines()[1:]) == (
+        "",
+        [f"mmpos: error: the ray engine: ray is not installed; {want}"],
+    )
 
 
 HANGING = """
@@ -776,7 +789,7 @@ def test_a_stopped_command_stops_its_workers_leaves_nothing_and_prints_one_messa
     ended, printed, errors = interrupt(arguments, ready, number, group)
     *progress, last = errors.splitlines()
     assert (ended, printed, last) == (code, "", "mmpos: stopped; run the same command to resume")
-    assert all(re.fullmatch(r"[\d.]+ of [\d.]+ kB, [^\n]+", line) for line in progress), errors
+    assert all(re.fullmatch(r"reading 8 inputs .+|[\d.]+ of [\d.]+ kB, .+", line) for line in progress), errors
     assert [name for name in contents(out) if not re.fullmatch(r"s\d\.parquet", name)] == []
 
 

@@ -14,12 +14,11 @@ import pytest
 from data_corpus import NumberedShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_processes import run_ranks
 from results import assert_equal
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mmpos import SequenceBuilder, from_hf_config
+from mmpos import SequenceBuilder
 from mmpos.data import Blend, PackedCollator, RecordError, read_quarantine
 from mmpos.data.examples import Example, Location
 from mmpos.data.packing import Batcher, Packer
@@ -298,30 +297,3 @@ def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 # Training
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("two ranks")
-def test_a_fine_tune_on_a_blend_with_video_resumes_with_the_same_losses(tmp_path: Path) -> None:
-    blended_ranks = pytest.importorskip("blended_ranks")
-    blended_ranks.write_corpora(tmp_path)
-    run_ranks(blended_ranks.run, 2, tmp_path)
-    ranks = []
-    for rank in (0, 1):
-        whole, resumed = json.loads((tmp_path / f"losses{rank}").read_text())
-        assert len(whole) == blended_ranks.STEPS
-        assert resumed == whole
-        assert all(map(math.isfinite, whole))
-        ranks.append(whole)
-    assert ranks[0] != ranks[1], "each rank has its own batches"
-    settings = from_hf_config(blended_ranks.tiny_config("qwen2_5_vl"))
-    for rank in (0, 1):
-        dataset = blended_ranks.blend(tmp_path, rank, settings)
-        packs = list(islice(dataset, 90))
-        ids = [one.sequence.input_ids for pack in packs[: blended_ranks.STEPS] for one in pack.examples]
-        texts = [bytes(one[one < 256].tolist()) for one in ids]
-        assert any(b" seconds>" in text for text in texts), "the steps saw the video"
-        counts = dataset.counts
-        bound = math.sqrt(math.log(2 / 1e-9) / (2 * counts["records"]))  # Hoeffding, as above
-        for name, weight in blended_ranks.WEIGHTS.items():
-            assert abs(counts[f"records/{name}"] / counts["records"] - weight / 5) < bound < 0.2

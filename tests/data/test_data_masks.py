@@ -77,17 +77,6 @@ def test_flex_attention_with_the_mask_matches_dense_attention(packed: bool, bidi
     assert_within(flex_attention(q, k, v, block_mask=block_mask), attention(), rounding(attention, (q, k, v)))
 
 
-@uncompiled
-def test_flex_attention_returns_zeros_for_padding() -> None:
-    batch = PaddedCollator()([example("a", 3), example("b", 5)])
-    block_mask = create_block_mask(batch.mask_mod(), 2, None, 5, 5, device="cpu", BLOCK_SIZE=16)
-    q, k, v = (torch.ones(2, 1, 5, 16) for _ in range(3))
-    out = flex_attention(q, k, v, block_mask=block_mask)
-    assert isinstance(out, torch.Tensor)
-    assert (out[0, :, :3] == 1).all()
-    assert (out[0, :, 3:] == 0).all()
-
-
 def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:
     whole = PackedCollator(multiple_of=4)([example("a", 9, (2, 3), 3), example("b", 6)])
     mod = whole.mask_mod(bidirectional_images=True)

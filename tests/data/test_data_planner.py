@@ -9,15 +9,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import planned_ranks
 import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_corpora import CORPORA, corpus
 from pyarrow import parquet
-from rank_processes import run_ranks
 
 from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
@@ -27,7 +24,6 @@ from mmpos.data import (
     Example,
     Headers,
     Pack,
-    PackedCollator,
     PlannedPack,
     PlannedPacks,
     Preprocess,
@@ -161,26 +157,6 @@ def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:
     labels = result.sums(headers.labels)
     means = np.divide(result.sums(losses), labels, where=labels > 0, out=np.zeros(labels.size))
     assert (result.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
-
-
-@pytest.mark.slow
-def test_the_weighted_loss_and_gradient_of_four_ranks_match_those_of_the_documents(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
-    headers = read_headers([one])
-    result = planned(headers, max_tokens=160, ranks=4, microbatches=2)
-    labels = result.sums(headers.labels)
-    assert labels.min() < labels.max() / 2, "the corpus has uneven labels"
-    write_index(tmp_path / "index.parquet", result, [one])
-    run_ranks(planned_ranks.run, 4, tmp_path)
-    model = planned_ranks.model()
-    alone = [planned_ranks.losses(model, PackedCollator()([example])) for example in one.examples()]
-    assert [losses.numel() for losses in alone] == headers.labels.tolist()
-    want = torch.cat(alone).mean()
-    want.backward()
-    loss, gradient = torch.load(tmp_path / "result")
-    assert loss == pytest.approx(want.item(), rel=1e-6)
-    torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-8)
 
 
 def test_costs_from_a_config_match_those_counted_by_hand() -> None:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from waiting import alive, descendants, eventually, read_proc
 
 from mmpos.__main__ import main
 from mmpos.data import sequence_shards
-from mmpos.data.examples import Location, RecordError
+from mmpos.data.examples import Location
 from mmpos.data.job import Counts
 from mmpos.data.preprocess import Progress, write_sequences
 from mmpos.data.readers import shards
-from mmpos.data.storage import SequenceShard
 
 ray = pytest.importorskip("ray")
 
@@ -61,27 +60,6 @@ def test_files_match_those_written_by_the_local_engine(tmp_path: Path, monkeypat
     assert reports[-1].counts == here.counts
     assert reports[-1].read == reports[-1].total == sum(Path(reader.source).stat().st_size for reader in readers)
     assert ray.is_initialized()
-
-
-@pytest.mark.usefixtures("cluster")
-def test_errors_match_those_raised_by_the_local_engine(tmp_path: Path) -> None:
-    paths = corpus(tmp_path, 1, 2, frozenset({(0, 1)}))
-    with pytest.raises(RecordError) as here:
-        write_sequences(shards(paths), tmp_path / "out", PAGES)
-    with pytest.raises(RecordError) as there:
-        write_sequences(shards(paths), tmp_path / "out", PAGES, engine="ray")
-    assert str(there.value) == str(here.value)
-    assert contents(tmp_path / "out") == {}
-
-
-@pytest.mark.usefixtures("cluster")
-def test_a_local_function_can_preprocess(tmp_path: Path) -> None:
-    def without_title(record: Mapping[str, Any], location: Location) -> Any:
-        return PAGES({**record, "texts": ["", *record["texts"][1:]], "images": [None, *record["images"][1:]]}, location)
-
-    (output,) = write_sequences(shards(corpus(tmp_path, 1, 1)), tmp_path / "out", without_title, engine="ray").outputs
-    (got,) = SequenceShard(output.path).examples()
-    assert got.num_tokens == 101
 
 
 @pytest.mark.usefixtures("cluster")

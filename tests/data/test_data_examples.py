@@ -12,7 +12,6 @@ import pytest
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
 from mmpos.data.examples import (
-    IGNORE_INDEX,
     Document,
     Example,
     ImageError,
@@ -49,11 +48,6 @@ def test_untrained_pieces_patches_and_markers_have_no_labels() -> None:
     assert (got.key, got.num_tokens) == ("r7", 9)
 
 
-def test_with_train_markers_the_markers_of_trained_images_are_labels() -> None:
-    got = example((Grid(1, 1), True), (Grid(1, 1), False), train_markers=True)
-    assert got.labels.tolist() == [256, -100, 257, -100, -100, -100]
-
-
 def test_a_slice_keeps_its_position_ids_and_the_patches_of_its_images() -> None:
     original = example(("abc", True), (PHOTO, True), ("de", False), (PHOTO[:8], True), ("f", True))
     first, second = original.slice(2, 13), original.slice(12, original.num_tokens)
@@ -75,50 +69,45 @@ def test_a_slice_keeps_its_position_ids_and_the_patches_of_its_images() -> None:
     assert original.slice(0, 2).sequence.patches is None
 
 
-@pytest.mark.parametrize(
-    ("start", "stop", "message"),
-    [
-        (2, 2, "stop: got 2, want >= 3"),
-        (0, 9, "stop: got 9, want <= 8"),
-        (3, 8, "start: got 3 inside image 0, want it between parts"),
-        (0, 6, "stop: got 6 inside image 0, want it between parts"),
-    ],
-)
-def test_empty_slices_and_slices_through_an_image_are_refused(start: int, stop: int, message: str) -> None:
-    whole = example(("ab", True), (Grid(1, 3), True), ("c", True))
-    with pytest.raises(InvalidInputError) as refused:
-        whole.slice(start, stop)
-    assert str(refused.value) == message
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([], "r7: got no parts, want at least one"),
-        ([("a", True), (b"no photo", True)], "r7 (shard.jsonl[3]): parts[1]: image: got a file"),
-        ([("", True)], "r7 (shard.jsonl[3]): parts: got no tokens, want at least one"),
-    ],
-)
-def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
-    with pytest.raises(RecordError) as refused:
-        example(*pieces)
-    assert str(refused.value).startswith(message)
-
-
-def test_preprocess_can_be_pickled_and_checks_its_arguments() -> None:
-    again = pickle.loads(pickle.dumps(Preprocess(Pieces(), BUILDER)))
-    assert again({"pieces": [("a", True)]}, HERE).labels.tolist() == [97]
-    with pytest.raises(InvalidInputError, match="format: got int, want a callable that takes a record and a location"):
-        Preprocess(3, BUILDER)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="builder: got int, want an object with a build method"):
-        Preprocess(Pieces(), 3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match=r"^r7: pieces\[1\]\.train: got 1, want True or False$"):
-        example(("a", False), ("b", 1))  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), the shape of input_ids"):
-        Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))
-
-
 BROKEN = b"no picture"
+WHOLE = example(("ab", True), (Grid(1, 3), True), ("c", True))
+WRONG: Any = 3
+AT = "r7 (shard.jsonl[3]): "
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: WHOLE.slice(2, 2), InvalidInputError, "stop: got 2, want >= 3"),
+        (lambda: WHOLE.slice(0, 9), InvalidInputError, "stop: got 9, want <= 8"),
+        (lambda: WHOLE.slice(3, 8), InvalidInputError, "start: got 3 inside image 0, want it between parts"),
+        (lambda: WHOLE.slice(0, 6), InvalidInputError, "stop: got 6 inside image 0, want it between parts"),
+        (lambda: example(), RecordError, "r7: got no parts, want at least one"),
+        (lambda: example(("a", True), (BROKEN, True)), RecordError, f"{AT}parts[1]: image: got a file"),
+        (lambda: example(("", True)), RecordError, f"{AT}parts: got no tokens, want at least one"),
+        (lambda: example(("a", False), ("b", WRONG)), InvalidInputError, "r7: pieces[1].train: got 3, want True or F"),
+        (lambda: Preprocess(WRONG, BUILDER), InvalidInputError,
+         "format: got int, want a callable that takes a record and a location"),
+        (lambda: Preprocess(Pieces(), WRONG), InvalidInputError,
+         "builder: got int, want an object with a build method"),
+        (lambda: Example("r7", BUILDER.build(["ab"]), np.array([-100])), InvalidInputError,
+         "r7: labels: got shape (1,), want (2,), the shape of input_ids"),
+        (lambda: example(("a", True), on_image_error="skip"), InvalidInputError,
+         "on_image_error: got 'skip', want one of 'drop', 'skip-document', 'raise', None"),
+        (lambda: Preprocess(Pieces(), SequenceBuilder(), on_image_error="drop"), InvalidInputError,
+         "on_image_error: got 'drop' with a builder that reads no images, want"),
+        (lambda: example((Audio(1), True)), UnsupportedError, f"{AT}parts[0]: got Audio, want a builder with"),
+        (lambda: example((BROKEN, True), (Audio(1), True), on_image_error="drop"), UnsupportedError,
+         f"{AT}parts[0]: got Audio, want a builder with"),
+        *((lambda policy=policy: example((PHOTO, True), ([258], True), on_image_error=policy), RecordError,
+           f"{AT}parts[1]: got the patch marker's id 258") for policy in ("drop", "skip-document", "raise")),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument_or_the_record_and_part(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises((InvalidInputError, UnsupportedError)) as refused:
+        call()
+    assert type(refused.value) is error  # not an ImageError, which has its own policy
+    assert str(refused.value).startswith(message)
 
 
 def test_an_unreadable_image_is_dropped_with_its_markers() -> None:
@@ -135,46 +124,14 @@ def test_an_unreadable_image_is_dropped_with_its_markers() -> None:
     assert want.dropped_images == example(*pieces[:1], on_image_error="drop").dropped_images == ()
 
 
-@pytest.mark.parametrize(("policy", "on_error"), [("raise", "raise"), ("skip-document", "skip")])
-def test_an_image_error_carries_the_image_policy(policy: OnImageError, on_error: str) -> None:
-    with pytest.raises(ImageError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[1\]: image: got ") as refused:
-        example(("a", True), (BROKEN, True), on_image_error=policy)
-    assert refused.value.on_error == on_error
+@pytest.mark.parametrize(
+    ("policy", "texts", "on_error"), [("raise", 1, "raise"), ("skip-document", 1, "skip"), ("drop", 0, "skip")]
+)
+def test_an_image_error_carries_the_image_policy(policy: OnImageError, texts: int, on_error: str) -> None:
+    with pytest.raises(ImageError, match=rf"^r7 \(shard\.jsonl\[3\]\): parts\[{texts}\]: image: got ") as refused:
+        example(*[("a", True)] * texts, (BROKEN, True), (BROKEN, True), on_image_error=policy)
     again = pickle.loads(pickle.dumps(refused.value))
-    assert (again.on_error, str(again)) == (on_error, str(refused.value))
-
-
-@pytest.mark.parametrize("policy", ["drop", "skip-document", "raise"])
-def test_other_errors_in_a_record_are_not_image_errors(policy: OnImageError) -> None:
-    with pytest.raises(RecordError, match=r"parts\[1\]: got the patch marker's id 258") as refused:
-        example((PHOTO, True), ([258], True), on_image_error=policy)
-    assert not isinstance(refused.value, ImageError)
-
-
-def test_a_document_with_only_broken_images_is_skipped() -> None:
-    with pytest.raises(ImageError) as refused:
-        example((BROKEN, True), (BROKEN, True), on_image_error="drop")
-    assert refused.value.on_error == "skip"
-
-
-def test_invalid_image_policies_are_refused() -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"^on_image_error: got 'skip', want one of 'drop', 'skip-document', 'ra"
-    ):
-        example(("a", True), on_image_error="skip")
-    with pytest.raises(
-        InvalidInputError, match=r"^on_image_error: got 'drop' with a builder that reads no images, want"
-    ):
-        Preprocess(Pieces(), SequenceBuilder(), on_image_error="drop")
-
-
-@pytest.mark.parametrize("policy", [None, "drop"])
-def test_a_part_unsupported_by_the_builder_is_not_a_record_error(policy: OnImageError | None) -> None:
-    parts: list[tuple[object, bool]] = [(Audio(1), True)] if policy is None else [(BROKEN, True), (Audio(1), True)]
-    with pytest.raises(
-        UnsupportedError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[0\]: got Audio, want a builder with"
-    ):
-        example(*parts, on_image_error=policy)
+    assert (again.on_error, refused.value.on_error, str(again)) == (on_error, on_error, str(refused.value))
 
 
 @pytest.mark.parametrize("policy", ["raise", "drop"])

@@ -62,41 +62,6 @@ def test_a_slice_matches_a_sequence_of_its_parts_except_for_positions(
     np.testing.assert_array_equal(part.positions.token_types(part.segments), part.token_type_ids)
 
 
-def test_a_slice_of_text_and_audio_alone_keeps_the_audio() -> None:
-    part = example(("ab", True), (Audio(2), True), ("c", True)).slice(1, 7).sequence
-    want = BUILDER.build(["b", Audio(2), "c"])
-    assert_equal(replace(part, positions=want.positions), want)
-
-
-@pytest.mark.parametrize(
-    ("edge", "name"), [(3, "audio 0"), (5, "audio 0"), (9, "image 0"), (18, "image 0"), (20, "image 1")]
-)
-def test_a_cut_through_audio_or_a_clip_is_refused(edge: int, name: str) -> None:
-    for start, stop, which in ((edge, 23, "start"), (0, edge, "stop")):
-        with pytest.raises(InvalidInputError, match=f"^{which}: got {edge} inside {name}, want it between parts$"):
-            SPOKEN.slice(start, stop)
-
-
-def test_packs_do_not_cut_audio_or_clips() -> None:
-    packer = Packer(12, split_text=True)
-    packs = [*packer.add(SPOKEN), *packer.flush()]
-    assert [[item.num_tokens for item in pack.examples] for pack in packs] == [[8], [11], [4]]
-    packer = Packer(10, split_text=True)
-    with pytest.raises(RecordError, match=r"^r: image 0: got 11 tokens with its markers, want at most 10, or"):
-        packer.add(SPOKEN)
-    with pytest.raises(RecordError, match=r"^r: audio 0: got 4 tokens with its markers, want at most 3, or"):
-        Packer(3, split_text=True).add(example((Audio(2), True)))
-
-
-def test_stored_examples_are_read_back(tmp_path: Path) -> None:
-    examples = [example(("a", True)), example((Audio(1), True)), SPOKEN]
-    path = tmp_path / "s.parquet"
-    with SequenceWriter(path) as writer:
-        for item in examples:
-            writer.write(item)
-    assert_equal(list(SequenceShard(path).examples()), examples)
-
-
 def spans(batch: Batch) -> dict[str, Any]:
     names = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
     return {name: None if (tensor := getattr(batch, name)) is None else tensor.tolist() for name in names}
@@ -122,15 +87,9 @@ def test_a_packed_batch_maps_features_to_tokens() -> None:
     assert moved.audio_spans.is_meta
 
 
-def test_the_spans_of_a_padded_batch_account_for_padding() -> None:
-    batch = PaddedCollator(side="left")(
-        [example((Audio(2), True)), example(("a", True), (Audio(1), True), ("bc", True))]
-    )
-    assert spans(batch)["audio_spans"] == [[3, 5], [8, 9]]
-    assert batch.input_ids.view(-1)[batch.audio_tokens()[0]].tolist() == [260] * 3
-
-
-def test_a_batch_without_audio_has_no_audio_spans() -> None:
+def test_the_spans_of_audio_account_for_padding_and_are_absent_without_audio() -> None:
+    audio = [example((Audio(2), True)), example(("a", True), (Audio(1), True), ("bc", True))]
+    assert spans(PaddedCollator(side="left")(audio))["audio_spans"] == [[3, 5], [8, 9]]
     batch = PackedCollator()([example(("a", True), (Grid(1, 2), True))])
     assert (batch.audio_spans, batch.audio_feature_spans) == (None, None)
     assert "audio_spans" not in batch.as_dict()
@@ -178,19 +137,39 @@ def _tiled() -> Example:
 TILED = _tiled()
 
 
-def test_a_cut_through_a_thumbnail_and_its_tiles_is_refused() -> None:
-    assert TILED.sequence.marked_spans.tolist() == [[2, 14], [15, 18], [19, 24]]
-    for edge, name in (
-        (3, "image 0"),
-        (5, "image 0"),
-        (10, "image 0"),
-        (13, "image 0"),
-        (16, "image 3"),
-        (23, "image 4"),
-    ):
-        for start, stop, which in ((edge, 24, "start"), (0, edge, "stop")):
+@pytest.mark.parametrize(
+    ("whole", "edges"),
+    [
+        (SPOKEN, {3: "audio 0", 5: "audio 0", 9: "image 0", 18: "image 0", 20: "image 1"}),
+        (TILED, {3: "image 0", 5: "image 0", 10: "image 0", 13: "image 0", 16: "image 3", 23: "image 4"}),
+    ],
+)
+def test_a_cut_through_a_part_is_refused(whole: Example, edges: dict[int, str]) -> None:
+    for edge, name in edges.items():
+        for start, stop, which in ((edge, whole.num_tokens, "start"), (0, edge, "stop")):
             with pytest.raises(InvalidInputError, match=f"^{which}: got {edge} inside {name}, want it between parts$"):
-                TILED.slice(start, stop)
+                whole.slice(start, stop)
+
+
+@pytest.mark.parametrize(
+    ("whole", "sizes", "least"),
+    [(SPOKEN, [8, 11, 4], 11), (TILED, [2, 12, 10], 12), (example((Audio(2), True)), [4], 4)],
+)
+def test_packs_do_not_cut_a_part(whole: Example, sizes: list[int], least: int) -> None:
+    packer = Packer(12, split_text=True)
+    packs = [*packer.add(whole), *packer.flush()]
+    assert [[item.num_tokens for item in pack.examples] for pack in packs] == [[size] for size in sizes]
+    message = f"^r: (audio|image) 0: got {least} tokens with its markers, want at most {least - 1}, or"
+    with pytest.raises(RecordError, match=message):
+        Packer(least - 1, split_text=True).add(whole)
+
+
+@pytest.mark.parametrize("examples", [[example(("a", True)), example((Audio(1), True)), SPOKEN], [TILED]])
+def test_stored_examples_are_read_back(examples: list[Example], tmp_path: Path) -> None:
+    with SequenceWriter(tmp_path / "s.parquet") as writer:
+        for item in examples:
+            writer.write(item)
+    assert_equal(list(SequenceShard(tmp_path / "s.parquet").examples()), examples)
 
 
 def test_slices_keep_thumbnails_and_tiles() -> None:
@@ -205,29 +184,9 @@ def test_slices_keep_thumbnails_and_tiles() -> None:
     assert TILED.slice(19, 24).sequence.image_hashes == ("e",)
 
 
-def test_packs_do_not_cut_images_with_tiles() -> None:
-    packer = Packer(12, split_text=True)
-    packs = [*packer.add(TILED), *packer.flush()]
-    assert [[item.num_tokens for item in pack.examples] for pack in packs] == [[2], [12], [10]]
-    with pytest.raises(RecordError, match=r"^r: image 0: got 12 tokens with its markers, want at most 11, or"):
-        Packer(11, split_text=True).add(TILED)
-
-
-def test_stored_images_with_tiles_are_read_back_and_collated(tmp_path: Path) -> None:
-    with SequenceWriter(tmp_path / "s.parquet") as writer:
-        writer.write(TILED)
-    (again,) = SequenceShard(tmp_path / "s.parquet").examples()
-    assert_equal(again, TILED)
-    batch = PackedCollator()([again, TILED.slice(14, 24)])
+def test_images_with_tiles_are_collated() -> None:
+    batch = PackedCollator()([TILED, TILED.slice(14, 24)])
     assert spans(batch)["image_spans"] == [[3, 4], [6, 8], [11, 13], [16, 17], [20, 22], [26, 27], [30, 32]]
     assert batch.grid_thw.tolist() == [[1, 1, n] for n in (1, 2, 2, 1, 2, 1, 2)]
     assert batch.patches is not None
     assert batch.patches.ravel().tolist() == [*range(8), 5, 6, 7]
-
-
-def test_block_keys_depend_on_the_tiles_in_the_block() -> None:
-    sequence = TILED.sequence
-    keys = sequence.block_keys(8)
-    other = replace(sequence, image_hashes=("a", "b", "c", "d", "other")).block_keys(8)
-    assert [a == b for a, b in zip(keys, other, strict=True)] == [True, True, False]
-    assert sequence.block_keys(8)[0] != replace(sequence, image_hashes=("a", "other", *"cde")).block_keys(8)[0]

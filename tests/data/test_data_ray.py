@@ -17,7 +17,7 @@ from waiting import alive, descendants, eventually, read_proc
 
 from mmpos.__main__ import main
 from mmpos.data import sequence_shards
-from mmpos.data.examples import Location
+from mmpos.data.examples import Location, RecordError
 from mmpos.data.job import Counts
 from mmpos.data.preprocess import Progress, write_sequences
 from mmpos.data.readers import shards
@@ -48,10 +48,10 @@ def cluster() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_files_match_those_written_by_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_errors_match_those_of_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     corpus(tmp_path, 3, 4, frozenset({(1, 1)}))
-    readers, reports = shards("s*.jsonl"), list[Progress]()
+    readers, reports, errors = shards("s*.jsonl"), list[Progress](), set[str]()
     here = write_sequences(readers, Path("here"), PAGES, on_error="skip")
     options: dict[str, Any] = {"engine": "ray", "workers": 2, "report": reports.append}
     there = write_sequences(readers, Path("there"), PAGES, on_error="skip", **options)
@@ -60,6 +60,11 @@ def test_files_match_those_written_by_the_local_engine(tmp_path: Path, monkeypat
     assert reports[-1].counts == here.counts
     assert reports[-1].read == reports[-1].total == sum(Path(reader.source).stat().st_size for reader in readers)
     assert ray.is_initialized()
+    for own in ({"engine": "local"}, options):
+        with pytest.raises(RecordError) as raised:
+            write_sequences(readers, Path("new"), PAGES, **own)
+        errors.add(str(raised.value))
+    assert (len(errors), Path("new/s1.parquet").exists()) == (1, False)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -54,7 +54,6 @@ class Progress:
         seconds: time since the first record.
         counts: counts of this run.
         kept: counts of the files of earlier runs.
-        reasons: number of skipped records and dropped images of this run by reason.
     """
 
     read: int
@@ -64,7 +63,6 @@ class Progress:
     seconds: float
     counts: Counts
     kept: Counts
-    reasons: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Summary:
     @property
     def reasons(self) -> Counter[str]:
         """Number of skipped records and dropped images by reason."""
-        return _reasons(self.outputs)
+        return sum((Counter(output.reasons) for output in self.outputs), Counter())
 
     @property
     def tokens_per_second(self) -> float:
@@ -100,10 +98,6 @@ class Summary:
 
 def _counts(outputs: Iterable[Output]) -> Counts:
     return sum((output.counts for output in outputs), Counts())
-
-
-def _reasons(outputs: Iterable[Output]) -> Counter[str]:
-    return sum((Counter(output.reasons) for output in outputs), Counter())
 
 
 def write_sequences(
@@ -330,7 +324,7 @@ class _Progress:
         self._reused = sum(step.output.read for step in kept)
         self._finished = {(step.task, step.part): step.output for step in kept}
         self._open = dict[tuple[int, int], Output]()  # files that are being written
-        self._read, self._counts, self._reasons = 0, Counts(), Counter[str]()  # of finished files of this run
+        self._read, self._counts = 0, Counts()  # of finished files of this run
         self._begun = self._reported_at = 0.0
 
     @property
@@ -351,7 +345,6 @@ class _Progress:
         if step.is_finished:
             self._finished[key] = self._open.pop(key)
             self._read, self._counts = self._read + output.read, self._counts + output.counts
-            self._reasons.update(output.reasons)
         if now - self._reported_at >= _PAUSE:
             self.report()
             self._reported_at = now
@@ -364,8 +357,8 @@ class _Progress:
         read, counts = sum((output.read for output in opened), self._read), self._counts + _counts(opened)
         read = self._reused + read if self._total is not None else counts.documents + counts.skipped
         if is_finished or read != self._total:
-            reasons, unit = self._reasons + _reasons(opened), self._unit
-            self._report(Progress(read, self._total, unit, self._reused, self.seconds, counts, self._kept, reasons))
+            progress = Progress(read, self._total, self._unit, self._reused, self.seconds, counts, self._kept)
+            self._report(progress)
 
 
 def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | None = None) -> list[SequenceShard]:

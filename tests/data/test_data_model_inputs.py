@@ -192,8 +192,9 @@ def test_an_example_from_processor_outputs_has_its_patches_in_token_order() -> N
     assert kept.patches is not None
     assert kept.patches[:, 0].tolist() == [*range(100, 108), *range(8, 12)]
     images = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
-    bare = ProcessedInputs(SETTINGS)({"input_ids": [7, 7, 50, 7], **images}, HERE)
-    assert (bare.key, bare.sequence.image_margins) == ("processed[3]", (0, 0))  # without markers
+    for ids in ([7, 7, 50, 7], [9, 7, 7, 50, 9, 7, 50]):  # without all markers
+        bare = ProcessedInputs(SETTINGS)({"input_ids": ids, **images}, HERE)
+        assert (bare.key, bare.sequence.image_margins) == ("processed[3]", (0, 0))
 
 
 ERNIE = mmpos.from_hf_config({

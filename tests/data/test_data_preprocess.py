@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -556,8 +555,8 @@ def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[
 
 
 def test_progress_is_described_with_rates_and_the_remaining_time() -> None:
-    counts, reasons = Counts(documents=30, tokens=3000, images=30, skipped=10, images_dropped=1), Counter[str]()
-    progress = Progress(60_000_000, 100_000_000, "bytes", 20_000_000, 20.0, counts, Counts(), reasons)
+    counts = Counts(documents=30, tokens=3000, images=30, skipped=10, images_dropped=1)
+    progress = Progress(60_000_000, 100_000_000, "bytes", 20_000_000, 20.0, counts, Counts())
     want = "60 of 100 MB, 30 documents, 10 skipped, 1 image dropped, 2 records/s, 150 tokens/s, 2.0 MB/s, 0:00:20 left"
     assert described(progress) == want
     unknown = replace(progress, read=40, total=None, unit="records", reused=0)

@@ -119,6 +119,10 @@ def test_keys_are_unique_in_a_data_set_and_the_same_in_every_run() -> None:
     assert len(set(keys)) == 40
     same = Stage(PREPROCESS)({"jpg": [b"x"], "txt": ["a"]})["key"].to_pylist()
     assert same == ["records[39603154542049848]"]  # in every process and run
+    one, equal, nested, other = (
+        Stage(PREPROCESS)({"n": column})["key"].to_pylist() for column in ([0], np.arange(1), [[[1], []]], [[[], [1]]])
+    )
+    assert one == equal != nested != other
     twice = Stage(PREPROCESS)(pa.Table.from_pylist([rows[0]] * 3))["key"].to_pylist()
     assert len(set(twice)) == 3
     numbered = Stage(PREPROCESS)({"jpg": [photo(0)] * 2, "txt": ["a", "b"]}, [7, 9])

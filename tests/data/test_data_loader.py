@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import pickle
 import re
 import subprocess
@@ -145,6 +144,7 @@ def test_the_order_depends_on_epoch_seed_and_window_and_is_reproducible() -> Non
     assert sorted(first) == sorted(unshuffled)
     others = [unshuffled, order(shuffle=15, epoch=1), order(shuffle=15, seed=8), order(shuffle=14)]
     assert all(other != first for other in others)
+    assert order(shuffle=2) != unshuffled
     # The first window spans two shards.
     assert len({key[:2] for key in first[:15]}) == 2
 
@@ -564,30 +564,20 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
 # Ranks
 
 
-def _rank(rank: int, folder: Path) -> None:
-    """Read as one process of torch.distributed, and write the keys and the error of a dataset created too early."""
-    early = data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator())
-    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    seen = keys(data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator()))
-    try:
+def test_rank_and_world_size_are_read_from_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def new() -> BatchDataset:
+        return data([Numbers("a", 9)], Batcher(2), collate=PaddedCollator())
+
+    early, seen = new(), []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        seen.append(keys(new()))
+    assert sorted(seen[0] + seen[1]) == [f"a/{i}" for i in range(9)]
+    assert {len(one) for one in seen} == {4, 5}
+    with pytest.raises(InvalidInputError, match="rank: got a dataset created before torch"):
         list(early)
-    except InvalidInputError as error:
-        (folder / str(rank)).write_text(json.dumps([seen, str(error)]))
-    torch.distributed.barrier()  # so that neither process exits before the other has connected
-    torch.distributed.destroy_process_group()
-
-
-def test_rank_and_world_size_are_read_from_torch_distributed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, tmp_path)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(300)
-    (first, early), (second, also_early) = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
-    assert sorted(first + second) == [f"a/{i}" for i in range(9)]
-    for message in (early, also_early):
-        assert message.startswith("rank: got a dataset created before torch.distributed")
 
 
 # Functions per call

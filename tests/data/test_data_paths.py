@@ -23,6 +23,7 @@ import boto3
 import pyarrow as pa
 import pytest
 from data_corpus import records, write_jsonl, write_parquet, write_tar
+from fsspec.implementations.memory import MemoryFile
 from s3 import ENVIRONMENT, make_bucket, s3_server
 
 from mmpos import ImageProcessor, SequenceBuilder
@@ -217,6 +218,32 @@ def test_an_interrupted_upload_is_completed(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         write(path, b"after")
     assert read(path) == b"after"
+
+
+def test_an_upload_that_lost_a_part_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmpos.data.paths.shutil.copyfileobj", lambda spool, file, _: file.write(spool.read(2)))
+    with pytest.raises(OSError, match=r"got 2 bytes after an upload of 5.*'memory://lost/a'"):
+        write("memory://lost/a", b"after")
+    assert kind_of("memory://lost/a") is None
+
+
+@pytest.mark.parametrize("fault", ["busy", "cut"])
+@pytest.mark.parametrize(("kind", "make"), [("jsonl", write_jsonl), ("tar", write_tar), ("parquet", write_parquet)])
+def test_a_failing_store_is_not_a_record_error(
+    kind: str, make: Any, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: object, size: int) -> bytes:
+        if fault == "busy":
+            raise RuntimeError("503 SlowDown")
+        return bytes(size // 2)
+
+    path = f"memory://failing/a.{kind}"
+    write(path, make(tmp_path / f"a.{kind}", records(0, 9)).read_bytes())
+    (reader,) = shards(path)
+    monkeypatch.setattr(MemoryFile, "read", fail, raising=False)
+    with pytest.raises(OSError, match=rf"(503 SlowDown|the store sent \d+ of \d+ bytes).*'{path}'") as raised:
+        list(reader.records())
+    assert raised.value.errno == errno.EIO
 
 
 def test_only_unfinished_uploads_of_our_files_are_removed(s3: str) -> None:

@@ -16,15 +16,12 @@ from test_data_preprocess import PAGES, command, contents, corpus
 from waiting import alive, descendants, eventually, read_proc
 
 from mmpos.__main__ import main
-from mmpos.data import sequence_shards
 from mmpos.data.examples import Location, RecordError
-from mmpos.data.job import Counts
 from mmpos.data.preprocess import Progress, write_sequences
 from mmpos.data.readers import shards
 
 ray = pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster  # noqa: E402
 
 # Ray warns about its own defaults.
 pytestmark = [
@@ -89,33 +86,6 @@ def test_a_large_input_becomes_the_same_files_as_with_the_local_engine(tmp_path:
     names = ["_run.json", "a.parquet", "a.part00001.parquet", "a.part00002.parquet", "b.parquet"]
     assert sorted(here) == names
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
-
-
-def test_losing_a_machine_neither_loses_nor_duplicates_records(tmp_path: Path) -> None:
-    ray.shutdown()
-    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 500 * 2**20})
-    try:
-        nodes = [cluster.add_node(num_cpus=1, object_store_memory=500 * 2**20) for _ in range(2)]
-        ray.init(address=cluster.address, log_to_driver=False)
-        readers = shards(corpus(tmp_path, 12, 30))
-        killed_at: list[float] = []
-
-        def kill(progress: Progress) -> None:
-            assert progress.total
-            if progress.read >= progress.total / 6 and not killed_at:
-                killed_at.append(progress.read / progress.total)
-                cluster.remove_node(nodes[0], allow_graceful=False)
-
-        summary = write_sequences(readers, tmp_path / "out", PAGES, engine="ray", workers=3, report=kill)
-        assert killed_at
-        assert killed_at[0] < 1
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-    assert summary.counts == Counts(documents=360, tokens=360 * 103, images=360)
-    keys = [example.key for shard in sequence_shards(tmp_path / "out") for example in shard.examples()]
-    assert sorted(keys) == sorted(f"{s}-{p}" for s in range(12) for p in range(30))
-    assert len(list((tmp_path / "out").iterdir())) == 13
 
 
 def test_the_command_starts_and_stops_its_own_ray(

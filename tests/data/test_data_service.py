@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,32 +43,19 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    settings = tmp_path_factory.mktemp("server") / "server.toml"
-    settings.write_text('[profiles.default.images]\nbackend = "pillow"\npatch_size = 4\nmin_pixels = 64\n')
-    with running(load(settings)) as address:
-        yield address
-
-
 @pytest.mark.slow
-def test_batches_built_through_a_client_match_those_from_a_builder(server: str, tmp_path: Path) -> None:
-    rows = records(0, 20)
+def test_batches_built_through_a_client_match_those_from_a_builder(tmp_path: Path) -> None:
+    settings, loader, rows = tmp_path / "server.toml", tmp_path / "loader.py", records(0, 20)
+    settings.write_text('[profiles.default.images]\nbackend = "pillow"\npatch_size = 4\nmin_pixels = 64\n')
     rows[5]["image"]["bytes"] = b"no image at all"
     rows[11]["image"]["bytes"] = rows[11]["image"]["bytes"][:300]
     path = write_parquet(tmp_path / "a.parquet", rows)
-    (tmp_path / "loader.py").write_text(LOADER)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "loader.py"), str(path), server],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0", "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")},
-    )
-    assert done.returncode == 0, done.stderr
-    runs = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(runs) == 2
-    for batches, skipped in runs:
+    loader.write_text(LOADER)
+    helpers = {"GRPC_ENABLE_FORK_SUPPORT": "0", "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
+    with running(load(settings)) as server:
+        command = [sys.executable, "-W", "ignore", loader, path, server]
+        printed = subprocess.check_output(command, text=True, timeout=300, env={**os.environ, **helpers})
+    first, second = map(json.loads, printed.splitlines())
+    for batches, skipped in (first, second):
         assert batches > 3
         assert [index for index, _ in skipped] == [5, 11]

@@ -263,13 +263,3 @@ def test_ranks_resume_while_repeating_batches(ranks: list[dict[str, Any]]) -> No
         for even, whole in rank["whole"].items():
             for steps, rest in enumerate(rank[even]):
                 assert rest == whole[steps:], (even, steps)
-
-
-@two_ranks
-def test_training_ends_on_ranks_with_different_batch_counts(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["trained"] for rank in ranks)
-    assert first["packs"] != second["packs"], "the corpus is uneven"
-    for even, longest in (("drop", min), ("repeat", max)):
-        steps, _ = first[even]
-        assert first[even] == second[even], "the same number of steps and the same weights"
-        assert steps == 2 * longest(first["packs"], second["packs"])

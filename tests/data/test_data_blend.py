@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 from data_corpus import NumberedShard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from results import assert_equal
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -22,8 +20,6 @@ from mmpos import SequenceBuilder
 from mmpos.data import Blend, PackedCollator, RecordError, read_quarantine
 from mmpos.data.examples import Example, Location
 from mmpos.data.packing import Batcher, Packer
-from mmpos.data.quarantine import Quarantine
-from mmpos.data.stream import Bookmark, Draws, Feed, Split
 from mmpos.errors import InvalidInputError
 
 BUILDER = SequenceBuilder()
@@ -196,39 +192,6 @@ def test_all_ranks_and_workers_together_read_every_record() -> None:
         loader: Any = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
         seen.update(joined(loader))
     assert set(seen) == {f"{name}[{i}]" for name, size in (("a0", 5), ("a1", 17), ("b0", 29)) for i in range(size)}
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=4),
-    st.integers(0, 7),
-    st.integers(1, 3),
-    st.sampled_from(["first", "last", None]),
-    st.integers(0, 40),
-    st.integers(0, 2**32),
-)
-def test_records_after_any_point_are_those_of_an_uninterrupted_run(
-    sizes: list[list[int]], shuffle: int, consumers: int, stop: Any, after: int, seed: int
-) -> None:
-    sizes = [[1, *of] for of in sizes]  # a corpus that starts over has a record
-    split, quarantine = Split(seed % consumers, consumers), Quarantine()
-    make: Any = tiny
-    feeds = []
-    for c, of in enumerate(sizes):
-        shards = tuple(NumberedShard(f"{c}.{i}", n) for i, n in enumerate(of))
-        feeds.append(Feed(shards, make, quarantine, split, shuffle, (seed, 0), c))
-    draws = Draws(("x",) * len(feeds), tuple(range(1, len(feeds) + 1)), stop)
-    start = [Bookmark()] * len(feeds)
-    whole = list(islice(draws.entries(feeds, 0, start), 60))
-    assert stop or len(whole) == 60
-    marks = list(start)
-    for entry in whole[:after]:
-        marks[entry.origin.corpus] = entry.after
-    rest = draws.entries(feeds, len(whole[:after]), marks)
-    assert list(islice(rest, 60 - len(whole[:after]))) == whole[after:]
-    for feed in feeds:
-        own = {entry.origin: (entry.location, entry.raw) for entry in whole if entry.origin.corpus == feed.corpus}
-        assert {origin: (location, raw) for origin, location, raw in feed.find(own)} == own
 
 
 def test_a_state_is_small_and_other_arguments_are_refused() -> None:

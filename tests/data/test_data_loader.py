@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import re
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from data_corpus import NumberedShard, records, write_jsonl, write_parquet, writ
 from functions_called import functions_called
 from results import assert_equal
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.batch import Batch
@@ -258,24 +256,6 @@ def test_resuming_after_any_batch_is_exact(corpus: list[Reader], kind: str, shuf
         assert json.loads(json.dumps(again.state_dict())) == json.loads(state)
         assert_equal(list(again), whole[i:])
         assert again.state_dict() == json.loads(states[-1])
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_loader_resumes_in_an_epoch_and_after_it(corpus: list[Reader], workers: int, tmp_path: Path) -> None:
-    def new() -> Any:
-        dataset, context = data(corpus, on_error="skip", quarantine=tmp_path), "fork" if workers else None
-        return StatefulDataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
-
-    whole = list(new())
-    for stop in (7, len(whole)):  # after the end of an epoch, the next one starts
-        loader, resumed = new(), new()
-        iterator = iter(loader)
-        head = list(islice(iterator, stop))
-        if stop == len(whole):
-            assert next(iterator, None) is None
-        resumed.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
-        assert_equal(head + list(resumed), whole if stop < len(whole) else whole + whole)
 
 
 def test_a_state_from_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

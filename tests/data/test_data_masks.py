@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_packing import documents, example, examples_of
-from tolerance import assert_within, rounding
-from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import create_mask
 
 from mmpos import InvalidInputError, UnsupportedError
 from mmpos.data.batch import Batch, MaskMod
@@ -37,7 +36,6 @@ def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> tor
     return mask
 
 
-uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 few_documents = documents.filter(lambda drawn: 0 < len(drawn) <= 4)
 
 
@@ -55,26 +53,6 @@ def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any,
     rows, seq, _ = mask.shape
     for row in range(rows):
         assert torch.equal(mask[row], want.reshape(rows, seq, rows, seq)[row, :, row])
-
-
-@uncompiled
-@pytest.mark.parametrize(("packed", "bidirectional"), [(True, True), (False, False)])
-def test_flex_attention_with_the_mask_matches_dense_attention(packed: bool, bidirectional: bool) -> None:
-    examples = [example("a", 20, (6, 7), 30), example("b", 11), example("c", (5, 5), (4, 8), 17)]
-    batch = (PackedCollator if packed else PaddedCollator)(multiple_of=8)(examples)
-    mod = batch.mask_mod(bidirectional_images=bidirectional)
-    rows, seq = (1, batch.input_ids.numel()) if packed else tuple(batch.input_ids.shape)
-    block_mask = create_block_mask(mod, rows, None, seq, seq, device="cpu", BLOCK_SIZE=16)
-    assert block_mask.sparsity() > 0
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(rows, 2, seq, 16, generator=generator) for _ in range(3))
-    mask = dense(mod, batch)[:, None]
-
-    def attention() -> torch.Tensor:
-        scores = (q @ k.transpose(-1, -2) / 4).masked_fill(~mask, -torch.inf)
-        return torch.where(mask.any(-1, keepdim=True), torch.softmax(scores, -1), 0) @ v
-
-    assert_within(flex_attention(q, k, v, block_mask=block_mask), attention(), rounding(attention, (q, k, v)))
 
 
 def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:

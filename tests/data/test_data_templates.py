@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import re
 import warnings
 from typing import Any
@@ -15,7 +14,6 @@ from chat_tokenizer import QWENS, chat_tokenizer
 from mmpos import ByteTokenizer, Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder
 from mmpos.data import Chat, ChatTemplate, LLaVA, Location, Preprocess, RecordError, TokenizerTemplate
 from mmpos.data.examples import Format
-from mmpos.integrations.hf import MMPosProcessor
 from mmpos.schemes import TMRope
 from mmpos.segments import Audio, Clip
 
@@ -87,25 +85,6 @@ def test_labels_cover_answers_and_the_text_that_ends_them(
     example, inner = Preprocess(read, builder(template), on_image_error="drop")(record, HERE), tokenizer()
     assert inner.decode(example.sequence.input_ids).replace(" ", "") == text.replace(" ", "")
     assert answers(example, inner) == trained
-
-
-def test_tokens_match_those_from_the_processor() -> None:
-    draw = random.Random(0)
-    own, processor = builder(), MMPosProcessor(tokenizer(), IMAGES, markers=Markers(None, None, PATCH))
-    preprocess = Preprocess(Chat(), own)
-    for _ in range(30):
-        chat = []
-        for number in range(draw.randint(1, 5)):
-            content: list[Any] = draw.choices(
-                ["A cat", " looks at you", "a cup of", PHOTO, PHOTO[:8]], k=draw.randint(1, 4)
-            )
-            chat.append(turn("assistant", "it") if number % 2 else turn("user", *content))
-        example = preprocess({"messages": chat}, HERE)
-        options: dict[str, Any] = {"processor_kwargs": {"add_special_tokens": False}}
-        batch: Any = processor.apply_chat_template(chat, tokenize=True, return_dict=True, **options)
-        assert [example.sequence.input_ids.tolist()] == batch["input_ids"]
-        if "patches" in batch:
-            np.testing.assert_array_equal(example.sequence.patches, batch["patches"])
 
 
 OMNI = CHATML.replace(

@@ -1,10 +1,12 @@
-"""Batches: equal to plain loops, and unchanged by sharding and reassembly, pickling, pinning and casting."""
+"""Batches and their masks: equal to plain loops, in C and numpy, and unchanged by sharding, pickling and pinning."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,18 +14,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omni import BUILDER, CLIP
 from results import assert_equal
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
+from torch.nn.attention.flex_attention import create_mask
 from torch.utils.data._utils import pin_memory as pin
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError
-from mmpos.data.batch import Batch
+from mmpos.data.batch import Batch, MaskMod
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.positions.table import Layout
 from mmpos.rotary.device import DevicePositions
+from mmpos.segments import Audio
+from mmpos.support import native
 from mmpos_bench.data import labelled
 
 FIRST = labelled("a", ["ab", Grid(1, 2), "c"])
@@ -326,3 +332,142 @@ def test_fields_that_are_made_when_first_read_can_be_pickled_before_it() -> None
         assert_equal(copy, one)
     with pytest.raises(AttributeError, match="'Batch' object has no attribute 'spans'"):
         assert batch.spans  # type: ignore[attr-defined]
+
+
+def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
+    """Evaluate the mask for all pairs of tokens as (batch, seq, seq)."""
+    rows, seq = (1, batch.input_ids.numel()) if batch.packed else tuple(batch.input_ids.shape)
+    return create_mask(mod, rows, 1, seq, seq, device="cpu")[:, 0]
+
+
+def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
+    """Return a mask (tokens, tokens) of whether each query attends to each key, both numbered across the batch."""
+    document: list[int | None] = []
+    for d, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+        padding: list[int | None] = [None] * (size - length)
+        document += padding + [d] * length if side == "left" else [d] * length + padding
+    mask = torch.zeros(len(document), len(document), dtype=torch.bool)
+    for q, q_document in enumerate(document):
+        for kv, kv_document in enumerate(document):
+            same_image = any(start <= q < stop and start <= kv < stop for start, stop in spans)
+            mask[q, kv] = q_document is not None and q_document == kv_document and (q >= kv or same_image)
+    return mask
+
+
+few_documents = document_lists.filter(lambda drawn: 0 < len(drawn) <= 4)
+
+
+@settings(max_examples=20)
+@given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
+def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
+    examples = examples_of(documents)
+    if kind == "packed":
+        batch, side = PackedCollator(multiple_of=multiple_of)(examples), "right"
+    else:
+        batch, side = PaddedCollator(side=kind, multiple_of=multiple_of)(examples), kind
+    spans = batch.image_spans.tolist() if bidirectional else []
+    want = by_loops([one.num_tokens for one in examples], batch.cu_seqlens.diff().tolist(), side, spans)
+    mask = dense(batch.mask_mod(bidirectional_images=bidirectional), batch)
+    rows, seq, _ = mask.shape
+    for row in range(rows):
+        assert torch.equal(mask[row], want.reshape(rows, seq, rows, seq)[row, :, row])
+
+
+def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:
+    whole = PackedCollator(multiple_of=4)([example("a", 9, (2, 3), 3), example("b", 6)])
+    mod = whole.mask_mod(bidirectional_images=True)
+    mask = dense(mod, whole)[0]
+    index = torch.from_numpy(whole.positions.shard_indices(1, 2))
+
+    def of_rank(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return mod(b, h, index[q_idx], kv_idx)
+
+    assert torch.equal(create_mask(of_rank, 1, 1, len(index), len(mask), device="cpu")[0, 0], mask[index])
+    with pytest.raises(UnsupportedError, match=r"^mask_mod: got a context-parallel shard, want the mask of the whole"):
+        whole.shard(1, 2).mask_mod()
+
+
+def test_bidirectional_images_must_be_a_bool() -> None:
+    with pytest.raises(InvalidInputError, match=r"^bidirectional_images: got 1, want True or False$"):
+        PackedCollator()([example("a", 3)]).mask_mod(bidirectional_images=1)  # type: ignore[arg-type]
+
+
+in_c = pytest.mark.skipif(native.core is None, reason="the extension was not built")
+
+
+class Watched:
+    """Wrapper around the extension that counts the calls which the extension answered."""
+
+    core, answered = native.core, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+    def collate(self, *arguments: Any) -> Any:
+        fields = self.core.collate(*arguments)
+        self.answered += fields is not None
+        return fields
+
+
+def pools() -> list[list[Example]]:
+    """Return pools of examples with the same number of axes, covering all kinds of segments and arrays."""
+    rows = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, 257, 258)).build([Grid(2, 2), "a"])
+    bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
+    video = [CLIP, Grid(2, 2, frames=2, seconds_per_frame=1)]
+    audio = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], video)]
+    halves = SequenceBuilder(scheme="rope-tie-fractional").build(["abc", Grid(2, 3), "d"])
+    long = example("long", 5000, (20, 30), 4000)
+    odd = dataclasses.replace(FIRST.sequence, input_ids=np.repeat(FIRST.sequence.input_ids, 2)[::2])
+    spoken = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, audio=259)).build([Audio(2)])
+    return [
+        [FIRST, SECOND, FIRST.slice(6, 7), *with_photos(), long, Example("o", odd, FIRST.labels[::-1])],
+        [FIRST, SECOND, Example("h", halves, halves.input_ids), Example("i", odd, FIRST.labels.astype(np.int32))],
+        [Example(f"{i}", sequence, sequence.input_ids) for i, sequence in enumerate((rows, bare, spoken))],
+        [Example(f"{i}", sequence, sequence.input_ids) for i, sequence in enumerate(audio)],
+        [FIRST, *with_photos("mrope")],
+    ]
+
+
+@in_c
+def test_the_extension_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, watched, all_pools = np.random.default_rng(0), Watched(), pools()
+    for _ in range(400):
+        pool = all_pools[rng.integers(len(all_pools))]
+        examples = [pool[i] for i in rng.integers(0, len(pool), rng.integers(1, 7))]
+        multiple_of, pad_token_id = (int(rng.choice(numbers)) for numbers in ([1, 1, 3, 8], [0, 7]))
+        length = int(rng.choice([0, 8, 24, 96])) * multiple_of or None
+        side: Any = ["left", "right"][rng.integers(2)]
+        for collator in (
+            PackedCollator(multiple_of, length, pad_token_id),
+            PaddedCollator(side, multiple_of, length, pad_token_id),
+        ):
+            outcomes: list[Any] = []
+            for core in (watched, None):
+                with monkeypatch.context() as patch:
+                    patch.setattr(native, "core", core)
+                    try:
+                        outcomes.append(collator(examples))
+                    except InvalidInputError as error:
+                        outcomes.append(error)
+            assert_equal(*outcomes)
+    assert watched.answered > 400
+
+
+@in_c
+@pytest.mark.parametrize("begin", [-1, 0, 1])
+def test_an_image_that_begins_outside_its_document_is_declined(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, sequence = Watched(), copy.copy(FIRST.sequence)
+    spans = sequence.image_spans.copy()
+    spans[-1] = sequence.input_ids.size + begin, sequence.input_ids.size + 9
+    object.__setattr__(sequence, "image_spans", spans)
+    monkeypatch.setattr(native, "core", watched)
+    with suppress(IndexError):  # from numpy, if the extension declines the example
+        PackedCollator()([Example("k", sequence, FIRST.labels)])
+    assert watched.answered == (begin < 0)
+
+
+@in_c
+def test_each_scheme_is_named_once_in_order_of_appearance() -> None:
+    one, _, other, _ = pools()[1]
+    names = [PackedCollator()(examples).positions.scheme for examples in ([one, other, one], [other, one, one])]
+    assert names == ["rope-tie + rope-tie-fractional", "rope-tie-fractional + rope-tie"]

@@ -23,22 +23,13 @@ from PIL import Image
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder, Video
 from mmpos.data.examples import Format, Location, Preprocess, RecordError
-from mmpos.data.formats import (
-    FORMATS,
-    MMC4,
-    Chat,
-    ChatTemplate,
-    FineVision,
-    HFImages,
-    LLaVA,
-    Obelics,
-    Pairs,
-    TarDocuments,
-    Texts,
-    Turn,
-)  # fmt: skip
+from mmpos.data.formats import FORMATS
+from mmpos.data.formats.chat import Chat, FineVision, LLaVA
 from mmpos.data.formats.fields import describe
 from mmpos.data.formats.images import Images
+from mmpos.data.formats.pages import MMC4, Obelics, TarDocuments
+from mmpos.data.formats.pairs import HFImages, Pairs, Texts
+from mmpos.data.formats.templates import ChatTemplate, Turn
 from mmpos.errors import ServiceUnavailableError
 from mmpos.segments import Audio, Clip
 

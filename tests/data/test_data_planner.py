@@ -18,24 +18,10 @@ from pyarrow import parquet
 
 from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
-from mmpos.data import (
-    MMC4,
-    Cost,
-    Headers,
-    Pack,
-    PlannedPack,
-    PlannedPacks,
-    Preprocess,
-    SequenceShard,
-    SequenceWriter,
-    TrainingPlan,
-    best_fit_decreasing,
-    plan,
-    read_headers,
-    shards,
-    write_index,
-    write_sequences,
-)
+from mmpos.data import MMC4, Pack, Preprocess, SequenceShard, SequenceWriter, shards, write_sequences
+from mmpos.data.packing import best_fit_decreasing
+from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
+from mmpos.data.planner.plan import Cost, Headers, TrainingPlan, plan
 from mmpos_bench.data import labelled
 
 LINEAR = Cost(1, 0, 0, 0)

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, assert_type
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -30,11 +29,11 @@ from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Location, Preprocess, RecordError
-from mmpos.data.formats import HFImages, Pairs
+from mmpos.data.formats import HFImages
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
 from mmpos.data.quarantine import Quarantine, read_quarantine
-from mmpos.data.readers import Reader, dataset_shards, shards
+from mmpos.data.readers import Reader, shards
 from mmpos.data.stream import BatchStream, Feed, Portion, Split
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
 
@@ -179,23 +178,6 @@ def test_workers_together_yield_every_token_once_and_reproducibly(
     assert_equal(two, run(2, threads=3))
     first, second = (Counter(int(token) for batch in one for token in batch.input_ids) for one in (alone, two))
     assert first == second
-
-
-def test_all_formats_produce_the_same_batches(tmp_path: Path) -> None:
-    rows = records(0, 13)
-    features = datasets.Features(
-        {"id": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
-    )
-    dataset = datasets.Dataset.from_list(rows, features=features)
-    corpora: list[tuple[Any, Any]] = [
-        (shards(write_parquet(tmp_path / "a.parquet", rows)), HFImages()),
-        (shards(write_jsonl(tmp_path / "a.jsonl", rows)), HFImages()),
-        (shards(write_tar(tmp_path / "a.tar", rows)), Pairs()),
-        (dataset_shards(dataset), HFImages()),
-        (dataset_shards(dataset.to_iterable_dataset()), HFImages()),
-    ]
-    batches = [list(data(readers, preprocess=Preprocess(format_, BUILDER))) for readers, format_ in corpora]
-    assert_equal(batches, batches[:1] * 5)
 
 
 def test_a_dataset_without_collate_yields_groups() -> None:

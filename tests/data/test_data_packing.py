@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -209,24 +208,6 @@ def test_packs_contain_every_token_once_and_do_not_cut_images(documents: list[Pa
     assert (counts.tokens_lost, counts.packs, counts.capacity) == (lost, len(packs), len(packs) * most)
     assert counts.tokens == sum(pack.num_tokens for pack in packs)
     assert packer.pending == ()
-
-
-@settings(max_examples=40)
-@given(documents, packers, st.integers(0, 12))
-def test_a_new_packer_continues_from_pending_examples(
-    documents: list[Parts], options: dict[str, Any], stop: int
-) -> None:
-    examples, packer = examples_of(documents), Packer(**options)
-    for one in examples[:stop]:
-        packer.add(one)
-        assert len(packer.pending) <= options["buffer"]
-        assert sum(held.num_tokens for held in packer.pending) <= 16 * options["max_tokens"]
-    again = Packer(**options)
-    for held in pickle.loads(pickle.dumps(packer.pending)):
-        assert again.add(held) == []
-    ours, theirs = packs_of(packer, examples[stop:]), packs_of(again, examples[stop:])
-    assert sizes_of(ours) == sizes_of(theirs)
-    assert [content(pack.examples) for pack in ours] == [content(pack.examples) for pack in theirs]
 
 
 @pytest.mark.parametrize(("split_text", "fill"), [(False, 0.99), (True, 0.998)])

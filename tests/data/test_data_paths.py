@@ -17,7 +17,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import boto3
 import pyarrow as pa
@@ -26,8 +26,7 @@ from data_corpus import records, write_jsonl, write_parquet, write_tar
 from fsspec.implementations.memory import MemoryFile
 from s3 import ENVIRONMENT, make_bucket, s3_server
 
-from mmpos import ImageProcessor, SequenceBuilder
-from mmpos.data import HFImages, Pairs, Preprocess, Reader, paths, sequence_shards, shards, write_sequences
+from mmpos.data import Reader, paths, sequence_shards, shards
 from mmpos.data.paths import checked_path, join, kind_of, matches, open_file, open_parquet, remove, write_file
 from mmpos.data.preprocess import _is_ours
 from mmpos.errors import InvalidInputError
@@ -281,42 +280,6 @@ def test_shards_in_a_store_are_read_like_local_ones(folder: str, tmp_path: Path)
             assert _read_all(reader, start, step) == _read_all(want, start, step), reader
     with pytest.raises(InvalidInputError, match=r"^paths\[1\]: got '.*none\.tar', want a file, or a pattern"):
         shards([join(folder, "c.tar"), join(folder, "none.tar")])
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")
-@pytest.mark.parametrize("engine", ["local", "ray"])
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_a_corpus_on_s3_produces_the_same_rows_as_a_local_one(
-    kind: str, engine: Literal["local", "ray"], s3: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if engine == "ray":  # started here, so that its workers can use the S3 server
-        ray = pytest.importorskip("ray")
-        ray.shutdown()
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        request.addfinalizer(ray.shutdown)
-    bucket, rows = f"corpus-{kind}-{engine}", records(0, 1000)
-    make_bucket(s3, bucket)
-    for row in rows:  # more than one request reads
-        row["image"]["bytes"] += bytes(10_000)
-    for row in rows[7::100]:
-        row["image"] = {"bytes": b"broken", "path": None}
-    make, format_ = (write_tar, Pairs()) if kind == "tar" else (write_parquet, HFImages())
-    data = make(tmp_path / f"written.{kind}", rows).read_bytes()
-    preprocess = Preprocess(format_, SequenceBuilder(images=ImageProcessor(max_tokens=4)))
-    outputs = []
-    engines: dict[str, Literal["local", "ray"]] = {str(tmp_path): "local", f"s3://{bucket}": engine}
-    for folder, name in engines.items():
-        write(join(folder, f"corpus.{kind}"), data)
-        readers, ready = shards(join(folder, f"corpus.{kind}")), join(folder, "ready")
-        assert write_sequences(readers, ready, preprocess, on_error="skip", engine=name).counts.documents == 990
-        assert sorted(map(paths.base_name, matches("*", ready))) == ["_run.json", "corpus.parquet"]
-        (shard,) = sequence_shards(ready, preprocess)
-        errors = {key.rpartition("[")[2]: error.replace(folder, "") for key, error in shard.errors().items()}
-        assert list(errors) == [f"{i}]" for i in range(7, 1000, 100)]
-        outputs.append((shard.columns(["key", "input_ids", "patches", "table"]), errors))
-    assert outputs[0] == outputs[1]
 
 
 PREPROCESS = """

@@ -52,24 +52,27 @@ def test_a_dispatcher_raises_an_error_that_names_the_remedy(collate: Any, batche
         dispatch([arguments], 0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_accelerate_names_the_remedy_for_a_batch_in_a_dispatcher(ranks: int) -> None:
-    verb = "find the batch size of" if ranks == 1 else "concatenate"
-    remedy = r"which stays whole: load it through mmpos\.data\.RankLoader\(DataLoader\(dataset, batch_size=None\)\)"
-    with pytest.raises(
-        TypeError, match=rf"^Can only {verb} tensors but got <class 'mmpos\.data\.batch\.Batch'>, {remedy}"
-    ):
-        dispatch([PackedCollator()(examples())] * ranks, 0)
+BATCH: Any = PackedCollator()(examples())
+WHOLE = (
+    r"tensors but got <class 'mmpos\.data\.batch\.Batch'>, which stays whole: load it through mmpos\.data\.RankLoader"
+    r"\(DataLoader\(dataset, batch_size=None\)\)"
+)
+INSTEAD = r"batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
 
 
-def test_a_batch_is_not_a_mapping_of_arguments() -> None:
-    batch: Any = PackedCollator()(examples())
-    reads: list[Callable[[], object]] = [lambda: "labels" in batch, lambda: batch["labels"], lambda: list(batch)]
-    for read in reads:
-        with pytest.raises(
-            UnsupportedError, match=r"^batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
-        ):
-            read()
+@pytest.mark.parametrize(
+    ("read", "error", "message"),
+    [
+        (lambda: dispatch([BATCH], 0), TypeError, f"Can only find the batch size of {WHOLE}"),
+        (lambda: dispatch([BATCH, BATCH], 0), TypeError, f"Can only concatenate {WHOLE}"),
+        (lambda: "labels" in BATCH, UnsupportedError, INSTEAD),
+        (lambda: BATCH["labels"], UnsupportedError, INSTEAD),
+        (lambda: list(BATCH), UnsupportedError, INSTEAD),
+    ],
+)
+def test_a_batch_is_no_mapping_of_arguments_and_is_not_divided(read: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        read()
 
 
 def test_moving_collating_and_copying_leaves_arguments_unchanged() -> None:

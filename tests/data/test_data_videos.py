@@ -189,21 +189,29 @@ def test_a_file_that_is_not_a_whole_video_is_refused(data: Any, message: str) ->
         Video.from_file(data(), num_frames=1)
 
 
+def decode(**arguments: Any) -> Video:
+    return Video.from_file(clip(12, rate=8), **arguments)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "arguments", "message"),
     [
-        ({}, "Video: want either fps or num_frames, got neither"),
-        ({"fps": 1, "num_frames": 2}, "Video: want either fps or num_frames, got both"),
-        ({"fps": 0}, "fps: got 0, want a finite number > 0"),
-        ({"num_frames": 0}, "num_frames: got 0, want >= 1"),
-        ({"num_frames": 2, "max_frames": 0}, "max_frames: got 0, want >= 1"),
-        ({"num_frames": 13}, "Video.file: got 12 frames, want at least 13; use a lower fps or num_frames"),
-        ({"fps": 9}, "Video.file: got 12 frames, want at least 13; use a lower fps or num_frames"),
+        (decode, {}, "Video: want either fps or num_frames, got neither"),
+        (decode, {"fps": 1, "num_frames": 2}, "Video: want either fps or num_frames, got both"),
+        (decode, {"num_frames": 13}, "Video.file: got 12 frames, want at least 13; use a lower fps or num_frames"),
+        (decode, {"fps": 9}, "Video.file: got 12 frames, want at least 13; use a lower fps or num_frames"),
+        (Videos, {"files": "videos"}, "files: got str, want Images"),
+        (Videos, {"max_frames": 2}, "fps: got neither fps nor num_frames, want one of them"),
+        (Videos, {"fps": 1, "num_frames": 2}, "fps: got fps and num_frames, want one of them"),
+        *((call, arguments, message) for call in (decode, Videos) for arguments, message in (
+            ({"fps": -1}, "fps: got -1, want a finite number > 0"),
+            ({"num_frames": 0}, "num_frames: got 0, want >= 1"),
+            ({"fps": 1, "max_frames": 2.5}, "max_frames: got 2.5, want an integer"))),
     ],
-)
-def test_arguments_are_checked(arguments: Any, message: str) -> None:
+)  # fmt: skip
+def test_arguments_are_checked(call: Any, arguments: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
-        Video.from_file(clip(12, rate=8), **arguments)
+        call(**arguments)
 
 
 def test_a_missing_file_and_a_missing_library_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,19 +285,3 @@ def test_videos_that_cannot_be_read_are_errors_of_their_records(part: Any, messa
     dropped = replace(preprocess, on_image_error="drop")(user(part), Location("a.jsonl", 3))
     assert len(dropped.dropped_images) == 1
     assert not len(dropped.sequence.grid_thw)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"files": "videos"}, "files: got str, want Images"),
-        ({"max_frames": 2}, "fps: got neither fps nor num_frames, want one of them"),
-        ({"fps": 1, "num_frames": 2}, "fps: got fps and num_frames, want one of them"),
-        ({"fps": -1}, "fps: got -1, want a finite number > 0"),
-        ({"num_frames": 0}, "num_frames: got 0, want >= 1"),
-        ({"fps": 1, "max_frames": 2.5}, "max_frames: got 2.5, want an integer"),
-    ],
-)
-def test_arguments_of_videos_are_checked(arguments: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        Videos(**arguments)

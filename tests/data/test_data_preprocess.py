@@ -458,7 +458,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path, change: dict[str, Any], m
     assert not Path("out").exists()
 
 
-def test_settings_have_the_same_description_in_every_process() -> None:
+def test_different_settings_have_different_short_descriptions() -> None:
     settings = [
         PAGES,
         TRAINED,

@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -40,10 +40,14 @@ ROWS = records(0, 21)
 KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar", "tar.gz", "dataset", "iterable"]
 
 
+def zstd(path: Path, mode: str) -> Any:
+    return pa.CompressedOutputStream(pa.OSFile(str(path), mode), "zstd")
+
+
 def make(kind: str, folder: Path, rows: list[Record] = ROWS) -> Reader:
     path = folder / f"a.{kind}"
     if kind == "jsonl.zst":
-        write_jsonl(path, rows, lambda path, mode: pa.CompressedOutputStream(pa.OSFile(str(path), mode), "zstd"))
+        write_jsonl(path, rows, zstd)
     elif kind.startswith("jsonl"):
         write_jsonl(path, rows)
     elif kind == "parquet":
@@ -60,6 +64,23 @@ def make(kind: str, folder: Path, rows: list[Record] = ROWS) -> Reader:
 FEATURES = datasets.Features(
     {"id": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
 )
+
+
+def archive(
+    members: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT, others: Mapping[str, bytes] | None = None
+) -> bytes:
+    """Make a tar file of these files, after members of other types."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
+        for name, kind in (others or {}).items():
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            tar.addfile(member)
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return out.getvalue()
 
 
 def read(reader: Reader, *args: int) -> list[tuple[int, str]]:
@@ -93,11 +114,8 @@ def test_tar_members_with_one_key_form_a_record_as_in_webdataset(tmp_path: Path)
     path = tmp_path / "a.tar"
     names = ["b/x.y.JPG", "b/x.json", "__skip__/z.txt", "no_extension", "b/z.txt", "c.txt", "b/x.txt"]
     names += ["__meta__", ".hidden", "d.e/.hidden", "d.e/no_extension", "d.e/f.tar.gz", "./g.txt"]
-    with tarfile.open(path, "w") as tar:
-        tar.addfile(_member("b", 0, tarfile.DIRTYPE))
-        tar.addfile(_member("b/x.link", 0, tarfile.SYMTYPE))
-        for name in names:
-            tar.addfile(_member(name, 5), io.BytesIO(name[:5].encode()))
+    others = {"b": tarfile.DIRTYPE, "b/x.link": tarfile.SYMTYPE}
+    path.write_bytes(archive(((name, name[:5].encode()) for name in names), others=others))
     assert [raw for _, raw in TarReader(str(path)).records()] == [
         {"__key__": key, "__url__": str(path), **members}
         for key, members in [
@@ -109,12 +127,6 @@ def test_tar_members_with_one_key_form_a_record_as_in_webdataset(tmp_path: Path)
             ("./g", {"txt": b"./g.t"}),
         ]
     ]
-
-
-def _member(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.size, member.type = size, kind
-    return member
 
 
 def test_reading_continues_after_an_invalid_line(tmp_path: Path) -> None:
@@ -137,9 +149,7 @@ def test_reading_continues_after_an_invalid_line(tmp_path: Path) -> None:
 
 def test_reading_continues_after_a_record_with_duplicate_names(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as tar:
-        for name in ("0.txt", "0.TXT", "1.txt"):
-            tar.addfile(_member(name, 1), io.BytesIO(b"x"))
+    path.write_bytes(archive((name, b"x") for name in ("0.txt", "0.TXT", "1.txt")))
     assert read(TarReader(str(path))) == [(0, "a.tar[0]: txt: got two files, want one"), (1, "1")]
 
 
@@ -257,16 +267,6 @@ def seen_by_all(path: Path) -> Seen:
     assert see(reader, 2) == alone
     assert see(reader, 3) == alone
     return alone
-
-
-def archive(members: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return out.getvalue()
 
 
 def members(records: int, prefix: str = "") -> list[tuple[str, bytes]]:
@@ -399,10 +399,6 @@ def test_sparse_files_are_read_and_truncated_ones_are_errors(tmp_path: Path) -> 
 
 
 # Compressed shards
-
-
-def zstd(path: Path, mode: str) -> Any:
-    return pa.CompressedOutputStream(pa.OSFile(str(path), mode), "zstd")
 
 
 def tar(compress: Callable[[bytes], bytes]) -> Callable[[Path, object], object]:

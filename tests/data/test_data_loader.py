@@ -26,6 +26,7 @@ from results import assert_equal
 from torch.utils.data import DataLoader
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
+from mmpos.client import Client
 from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Location, Preprocess, RecordError
@@ -36,9 +37,12 @@ from mmpos.data.quarantine import Quarantine, read_quarantine
 from mmpos.data.readers import Reader, shards
 from mmpos.data.stream import BatchStream, Feed, Portion, Split
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
+from mmpos_server.config import load
+from mmpos_server.testing import running
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 PREPROCESS = Preprocess(HFImages(), BUILDER)
+DROPPING = replace(PREPROCESS, on_image_error="drop")
 QUARANTINE = Quarantine()
 
 
@@ -178,6 +182,24 @@ def test_workers_together_yield_every_token_once_and_reproducibly(
     assert_equal(two, run(2, threads=3))
     first, second = (Counter(int(token) for batch in one for token in batch.input_ids) for one in (alone, two))
     assert first == second
+
+
+def test_batches_built_through_a_client_match_those_from_a_builder(tmp_path: Path) -> None:
+    settings, rows = tmp_path / "server.toml", records(0, 20)
+    settings.write_text('[profiles.default.images]\nbackend = "pillow"\npatch_size = 4\nmin_pixels = 64\n')
+    rows[5]["image"]["bytes"] = b"no image at all"
+    rows[11]["image"]["bytes"] = rows[11]["image"]["bytes"][:300]
+    readers = shards(write_parquet(tmp_path / "a.parquet", rows))
+
+    def run(builder: Any, name: str, threads: int) -> tuple[list[Any], list[tuple[int, str]]]:
+        options: dict[str, Any] = {"on_error": "skip", "quarantine": tmp_path / name, "threads": threads}
+        batches = list(data(readers, preprocess=Preprocess(HFImages(), builder), **options))
+        return batches, sorted((line["index"], line["error"]) for line in read_quarantine(tmp_path / name))
+
+    with running(load(settings)) as address, Client(address, timeout=300) as client:
+        served = run(client, "served", 4)
+    assert_equal(served, run(BUILDER, "alone", 0))
+    assert [index for index, _ in served[1]] == [5, 11]
 
 
 def test_a_dataset_without_collate_yields_groups() -> None:
@@ -333,11 +355,9 @@ class Photos(NumberedShard):
 def test_dropped_images_are_counted_logged_and_quarantined_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dropping = replace(PREPROCESS, on_image_error="drop")
-
     def new(threads: int = 0) -> BatchDataset:
         options: dict[str, Any] = {"collate": PaddedCollator(), "shuffle": 0, "threads": threads}
-        return data([Photos("photos", 9)], Batcher(2), preprocess=dropping, quarantine=tmp_path, **options)
+        return data([Photos("photos", 9)], Batcher(2), preprocess=DROPPING, quarantine=tmp_path, **options)
 
     dataset, states, batches = new(), [], []
     with caplog.at_level(logging.WARNING, "mmpos.data"):
@@ -497,10 +517,7 @@ FULL.add(PREPROCESS({"id": "a", "image": None, "text": "x"}, Location("a", 0)))
     [
         ({"shards": ["a.tar"]}, r"shards\[0\]: got str, want a reader; readers.shards opens files"),
         ({"on_error": "skip"}, "quarantine: got None, want a path"),
-        (
-            {"preprocess": replace(PREPROCESS, on_image_error="drop")},
-            "quarantine: got None, want a path; images are never dropped silently",
-        ),
+        ({"preprocess": DROPPING}, "quarantine: got None, want a path; images are never dropped silently"),
         ({"on_error": "ignore"}, "on_error: got 'ignore', want one of 'raise', 'skip'"),
         ({"max_skipped": 10}, "max_skipped: got 10, want a share from 0 to 1"),
         ({"max_skipped": -0.1}, "max_skipped: got -0.1, want a finite number >= 0"),

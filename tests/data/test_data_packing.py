@@ -166,6 +166,7 @@ def test_an_example_too_long_for_a_pack_and_invalid_arguments_are_refused(option
     assert isinstance(refused.value, RecordError) == (POLICIES in message)
     with pytest.raises(InvalidInputError, match=r"^lengths\[1\]: got 9, want <= 8$"):
         best_fit_decreasing([1, 9], 8)
+    assert best_fit_decreasing([1, 1], 1) == [[0], [1]]
 
 
 sides = st.tuples(st.integers(1, 3), st.integers(1, 3))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +10,6 @@ from typing import Any
 
 import pytest
 from test_data_preprocess import PAGES, command, contents, corpus
-from waiting import alive, descendants, eventually, read_proc
 
 from mmpos.__main__ import main
 from mmpos.data.examples import Location, RecordError
@@ -99,23 +95,3 @@ def test_the_command_starts_and_stops_its_own_ray(
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="here")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "here")
-
-
-def test_a_killed_command_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ray.shutdown()
-    monkeypatch.chdir(tmp_path)
-    corpus(tmp_path, 8, 40)
-    out, actors = tmp_path / "out", list[int]()
-    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not (actors and any(out.glob("*.parquet")) and any(out.glob(".*.parquet.*.tmp"))):
-            assert process.poll() is None
-            time.sleep(0.005)
-            actors = [child for child in descendants(process.pid) if b"MapWorker" in read_proc(child, "cmdline")]
-        process.kill()
-    # A cluster's agents may linger for a minute, but its actors must not, since they write.
-    assert eventually(lambda: not any(map(alive, actors))), "actors outlive their driver"
-    assert 0 < len(list(out.glob("*.parquet"))) < 8
-    assert main(command("s*.jsonl")) == 0
-    assert main(command("s*.jsonl", out="whole")) == 0
-    assert contents(out) == contents(tmp_path / "whole")

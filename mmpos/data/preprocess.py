@@ -357,8 +357,7 @@ class _Progress:
         read, counts = sum((output.read for output in opened), self._read), self._counts + _counts(opened)
         read = self._reused + read if self._total is not None else counts.documents + counts.skipped
         if is_finished or read != self._total:
-            progress = Progress(read, self._total, self._unit, self._reused, self.seconds, counts, self._kept)
-            self._report(progress)
+            self._report(Progress(read, self._total, self._unit, self._reused, self.seconds, counts, self._kept))
 
 
 def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | None = None) -> list[SequenceShard]:

@@ -44,23 +44,17 @@ def describe(settings: Mapping[str, object]) -> dict[str, object]:
 def differences(got: Mapping[str, object], want: Mapping[str, object]) -> list[str]:
     """Name the settings that differ between two descriptions; settings nested in a named one are left out.
 
-    Schemes and formats have the names that a user types, not those of their classes.
-
     >>> differences({"a": 1, "b": "sha256:01", "c": 2}, {"a": 1, "b": "sha256:02", "c": 3})
     ['another b', 'c 2, want 3']
     """
     named: dict[str, str] = {}
     for path in dict.fromkeys([*want, *got]):
-        old, new = _typed(got.get(path)), _typed(want.get(path))
+        old, new = (repr(_NAMES.get(str(side.get(path)), side.get(path))) for side in (got, want))
         if old == new or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
             continue
         hidden = any(value.startswith(f"'{_DIGEST}") for value in (old, new))
         named[path] = f"another {path}" if hidden else f"{path} {old}, want {new}"
     return list(named.values())
-
-
-def _typed(value: object) -> str:
-    return repr(_NAMES.get(value, value) if isinstance(value, str) else value)
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:

@@ -44,14 +44,12 @@ def read_frames(
     if fps is not None:
         finite("fps", fps, above=0)
     av, frames = require_av(), list[Frame]()
-    own = "" if isinstance(file, bytes) else f" {os.fspath(file)!r}"
-    with naming(f"Video.file{own}"), ExitStack() as stack:
+    with naming("Video.file" if isinstance(file, bytes) else f"Video.file {os.fspath(file)!r}"), ExitStack() as stack:
         # Opened here, since ffmpeg would take a path for the URL of any of its protocols.
         try:
             data = io.BytesIO(file) if isinstance(file, bytes) else stack.enter_context(open(file, "rb"))
         except (OSError, ValueError) as error:  # the latter from a null byte
-            got = getattr(error, "strerror", None) or error
-            raise InvalidInputError(f"got {got}, want a file that can be read") from error
+            raise InvalidInputError(f"got {getattr(error, 'strerror', 0) or error}, want a file to read") from error
         try:
             container = av.open(data, container_options={"format_whitelist": _FORMATS}, io_open=_refuse)
             stack.enter_context(container)
@@ -111,8 +109,7 @@ def _indices(
     Source: default_sample_indices_fn in video_utils.py of Transformers 5.24.
     """
     count = (num_frames or 0) if fps is None else max(1, int(total / float(_rate(rate)) * fps))
-    if most is not None:
-        count = min(count, most)
+    count = min(count, most or count)
     if count > total:
         want = f"at least {count}; use a lower fps or num_frames"
         raise InvalidInputError(f"got {counted(total, 'frame')}, want {want}")

@@ -290,7 +290,7 @@ IGNORED = "got True for a batch with patches, which a Transformers model would i
     ("call", "message"),
     [
         (lambda: PackedCollator()([]), "examples: got none, want at least one"),
-        (lambda: PackedCollator()("ab"), "examples: got str, want a list of Examples or a Pack"),
+        (lambda: PackedCollator()(UP), "examples: got str, want a list of Examples or a Pack"),
         (lambda: PaddedCollator()([FIRST, UP]), "examples[1]: got str, want an Example or a Pack"),
         (lambda: PackedCollator(length=9)([FIRST, SECOND]), "examples: got 10 tokens in 2 documents, want at most 9"),
         (lambda: PaddedCollator(length=6)([SECOND, FIRST]), "examples[1] (a): got 7 tokens, want at most 6"),

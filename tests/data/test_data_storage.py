@@ -257,7 +257,8 @@ def test_records_become_examples_or_errors_in_order(block: Any) -> None:
     wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
     for got, want in zip(read_examples(output), wanted, strict=True):
         assert_equal(got, want)
-    for empty in ({}, pa.Table.from_pylist([])):
+    empties: list[Any] = [{}, pa.Table.from_pylist([])]
+    for empty in empties:
         assert (STAGE(empty).num_rows, STAGE(empty).schema) == (0, SCHEMA)
 
 

@@ -17,7 +17,7 @@ from two_ranks import Shards, as_keys, loader, run
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.collate import PackedCollator, PaddedCollator
-from mmpos.data.examples import Example, OnImageError, Preprocess
+from mmpos.data.examples import Example, Preprocess
 from mmpos.data.formats import Chat, ChatTemplate
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
@@ -158,6 +158,7 @@ def test_an_endless_loader_continues_across_epochs_and_resumes_despite_set_epoch
 
 
 WRONG: Any = 3
+OLD: Any = {"version": 0}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ WRONG: Any = 3
         (lambda: RankLoader(WRONG), "loader: got int, want a DataLoader or another iterable"),
         (lambda: list(RankLoader([], endless=True)), "loader: got an epoch without batches, want at least one"),
         (lambda: RankLoader([1]).state_dict(), "loader: got list without a state, want a StatefulDataLoader or a B"),
-        (lambda: RankLoader([1]).load_state_dict({"version": 0}), "state: got version 0, want version 1 from state_d"),
+        (lambda: RankLoader([1]).load_state_dict(OLD), "state: got version 0, want version 1 from state_d"),
         (lambda: RankLoader([1]).load_state_dict(WRONG), "state: got int, want version 1 from state_dict"),
     ],
 )
@@ -208,7 +209,7 @@ def test_the_number_of_batches_is_computed_from_lengths(batching: Any, rank: int
         assert RankLoader(loads).steps_per_epoch == len(list(loads))
 
 
-def chat(policy: OnImageError | None) -> Preprocess:
+def chat(policy: Any) -> Preprocess:
     return Preprocess(Chat(ChatTemplate()), SequenceBuilder(images=ImageProcessor("pillow")), on_image_error=policy)
 
 

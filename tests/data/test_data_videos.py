@@ -217,7 +217,7 @@ def test_arguments_are_checked(call: Any, arguments: Any, message: str) -> None:
 def test_a_missing_file_and_a_missing_library_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in (tmp_path / "none.mp4", "https://example.com/a.mp4", "a\0b.mp4", tmp_path):  # URLs are not fetched
         want = re.escape(f"Video.file {str(file)!r}: got ")
-        with pytest.raises(InvalidInputError, match=f"^{want}.+, want a file that can be read$"):
+        with pytest.raises(InvalidInputError, match=f"^{want}.+, want a file to read$"):
             Video.from_file(file, fps=1)
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     with pytest.raises(

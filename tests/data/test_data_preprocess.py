@@ -20,6 +20,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from importlib import resources
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,17 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_shard_becomes_a_file_of_preprocessed_examples(tmp_path: Path) -> None:
-    readers = shards(corpus(tmp_path, 2, 3))
+def test_every_shard_becomes_a_file_of_preprocessed_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, ticks, run = shards(corpus(tmp_path, 2, 3)), count(1), job.run_local
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))
+
+    def late(*arguments: Any) -> Any:
+        assert sum(1 for _ in islice(ticks, 1000)) == 1000
+        return run(*arguments)
+
+    monkeypatch.setattr(runner, "run_local", late)
     summary = write_sequences(readers, tmp_path / "out", PAGES)
+    assert 0 < summary.seconds < 1000, "workers that start slowly do not count"
     assert [(Path(out.source).name, Path(out.path).name, out.counts, out.reused) for out in summary.outputs] == [
         ("s0.jsonl", "s0.parquet", COUNTS, False),
         ("s1.jsonl", "s1.parquet", COUNTS, False),

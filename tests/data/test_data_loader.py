@@ -120,6 +120,7 @@ def test_all_consumers_together_read_every_record_once(
 
 
 def test_each_of_many_shards_is_read_by_one_consumer_and_a_few_shards_by_all() -> None:
+    assert Split().portions(2) == [Portion(0), Portion(1)]
     assert Split(1, 2, 1, 2).portions(9) == [Portion(3), Portion(7)]
     assert Split(1, 2, 1, 2).portions(3) == [Portion(0, 3, 4), Portion(1, 2, 4), Portion(2, 1, 4)]
     # The two leftover shards go to different ranks.

@@ -560,6 +560,8 @@ def test_progress_is_described_with_rates_and_the_remaining_time() -> None:
     progress = Progress(60_000_000, 100_000_000, "bytes", 20_000_000, 20.0, counts, Counts())
     want = "60 of 100 MB, 30 documents, 10 skipped, 1 image dropped, 2 records/s, 150 tokens/s, 2.0 MB/s, 0:00:20 left"
     assert described(progress) == want
+    begun = replace(progress, read=20_000_000, seconds=1.0)
+    assert described(begun).endswith("1 image dropped, 40 records/s, 3,000 tokens/s, 0.0 MB/s"), "no time left is known"
     unknown = replace(progress, read=40, total=None, unit="records", reused=0)
     assert described(unknown) == "40 records, 30 documents, 10 skipped, 1 image dropped, 2 records/s, 150 tokens/s"
     assert described(replace(progress, seconds=0.0)) == "60 of 100 MB, 30 documents, 10 skipped, 1 image dropped"

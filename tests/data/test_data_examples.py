@@ -16,7 +16,7 @@ from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, CLIP, END
 from omni import BUILDER as OMNI
 from results import assert_equal
 
-from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError, place
+from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError, place
 from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Example, ImageError, Location, OnImageError, Piece, Preprocess, RecordError
@@ -70,6 +70,8 @@ def test_a_slice_keeps_its_position_ids_and_the_patches_of_its_images() -> None:
     assert (both == original.sequence.patches).all()
     assert first.sequence.image_hashes + second.sequence.image_hashes == original.sequence.image_hashes
     assert original.slice(0, 2).sequence.patches is None
+    bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256))
+    assert not len(example((Grid(1, 2), True), ("a", True), builder=bare).slice(2, 3).sequence.grid_thw)
 
 
 BROKEN = b"no picture"

@@ -224,6 +224,8 @@ def test_paths_without_a_reader_are_refused(tmp_path: Path) -> None:
         (tmp_path, f"paths[0]: got '{tmp_path}', want a file"),
         ([tmp_path / "a.tar", f"{tmp_path}/*.tar"], f"paths[1]: got '{tmp_path}/a.tar' again, want each file once"),
     ]
+    with pytest.raises(InvalidInputError, match="source: got a URL with the scheme s3 and credentials"):
+        JsonlReader("s3://key:secret@bucket/a.jsonl")
     for paths, message in refusals:
         with pytest.raises(InvalidInputError) as refused:
             shards(paths)

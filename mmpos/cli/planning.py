@@ -24,17 +24,12 @@ def plan_packs(
     inputs: Annotated[
         list[str], typer.Argument(metavar="FILE...", help="Folders or files of mmpos preprocess.", show_default=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Index file to write: .parquet.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Path or URL of the index: .parquet.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in a pack.")] = 8192,
     ranks: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
     microbatches: Annotated[int, typer.Option(min=1, help="Number of packs per rank and step.")] = 1,
     config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder of a model; its config.json gives the costs of tokens and patches.",
-            show_default="a 7B model",
-        ),
+        Path | None, typer.Option(metavar="FOLDER", help="Model folder, for costs.", show_default="a 7B model")
     ] = None,
     patches_per_token: Annotated[int, typer.Option(min=1, help="Number of patches merged into one token.")] = 4,
 ) -> None:
@@ -43,9 +38,11 @@ def plan_packs(
     Pixels are not read: sizes come from the files' columns.
     """
     from mmpos.data import Cost, plan, read_headers, write_index
+    from mmpos.data.paths import checked_path
 
-    if output.suffix != ".parquet":
-        raise InvalidInputError(f"--output: got {str(output)!r}, want a file ending in .parquet")
+    if not output.endswith(".parquet"):
+        raise InvalidInputError(f"--output: got {output!r}, want a file ending in .parquet")
+    output = checked_path("--output", output)
     cost = Cost.from_hf_config(config) if config else Cost()
     with as_typed(paths="FILE"):
         files = _ready_shards(inputs)

@@ -33,8 +33,6 @@ FORMATS = ("obelics", "mmc4", "chat", "llava", "finevision", "hf", "pairs", "tar
 _PAUSE = 5.0  # seconds between two progress lines
 _REASONS, _OTHERS = 5, 10  # numbers of reasons and of inputs of earlier runs that the summary lists
 
-_OPTION = "NAME=VALUE"
-
 
 @dataclass(frozen=True)
 class RecordFlags:
@@ -88,7 +86,7 @@ class SequenceFlags:
     ] = None
     image_option: Annotated[
         list[str] | None,
-        typer.Option(metavar=_OPTION, help="Option of the image processor, such as patch_size=16.", show_default=False),
+        typer.Option(metavar="NAME=VALUE", help="Image processor option, such as patch_size=16.", show_default=False),
     ] = None
     tokenizer: Annotated[
         str | None, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.", show_default="bytes")
@@ -96,7 +94,7 @@ class SequenceFlags:
     marker: Annotated[
         list[str] | None,
         typer.Option(
-            metavar=_OPTION,
+            metavar="NAME=VALUE",
             help="Marker token of images: begin, end, patch, row or last_row, such as begin=<|vision_start|>, or "
             "begin= for none.",
             show_default="[IMG], [/IMG], [PATCH] and no row",
@@ -136,8 +134,7 @@ class SequenceFlags:
             if model.placeholders.image is None:
                 if self.image_option:
                     raise InvalidInputError("got a text-only model with --image-option, want a model with images")
-                no_token = Markers(None, None, len(tokenizer))
-                return SequenceBuilder(tokenizer, scheme=model.scheme, markers=no_token)
+                return SequenceBuilder(tokenizer, scheme=model.scheme, markers=Markers(None, None, len(tokenizer)))
             images, markers = model.image_processor(backend=backend), model.markers
         images = _assigned("--image-option", images, self.image_option)
         return SequenceBuilder(tokenizer, images=images, scheme=model.scheme, markers=markers)
@@ -197,6 +194,9 @@ def preprocess(
 
         with as_typed(paths="INPUT", folder="--output", max_skipped="--max-skipped"):
             readers = shards(inputs)
+            what = f"{counted(len(readers), 'input', ',')} ({inputs[0]}{' …' * (len(inputs) > 1)})"
+            workers = f"{counted(min(work.workers, len(readers)), 'worker')} ({work.engine})"
+            typer.echo(f"reading {what} into {output}; starting {workers}", err=True)
             options = asdict(work)
             own = replace(records.preprocess(sequences.builder()), on_image_error=options.pop("on_image_error"))
             logging.getLogger("mmpos").addHandler(logging.NullHandler())  # the files list skipped records
@@ -246,9 +246,10 @@ def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> An
     for assignment in assignments or ():
         name, equals, value = assignment.partition("=")
         if not equals:
-            raise InvalidInputError(f"{option}: got {assignment!r}, want {_OPTION}")
+            raise InvalidInputError(f"{option}: got {assignment!r}, want NAME=VALUE")
         if name not in known:
-            raise InvalidInputError(f"{option} {assignment}: got {name!r}, want one of {', '.join(known)}")
+            want = f"{did_you_mean(name, known)}, want one of {', '.join(known)}"
+            raise InvalidInputError(f"{option} {assignment}: got {name!r}{want}")
         with naming(f"{option} {assignment}"):
             target = replace(target, **{name: _value(value)})
     return target
@@ -289,8 +290,7 @@ def described(progress: Progress) -> str:
     words = [f"{progress.read * scale:,.{digits}f}{of} {unit}"]
     kept = progress.kept
     if kept.documents + kept.skipped:
-        words += [f"{counted(kept.documents, 'document', ',')} kept"]
-        words += [f"{counts.documents:,} added"] if records else []
+        words += [f"{counted(kept.documents, 'document', ',')} kept", *[f"{counts.documents:,} added"][: bool(records)]]
     else:
         words += [counted(counts.documents, "document", ",")]
     words += [f"{counts.skipped:,} skipped"] if counts.skipped else []
@@ -310,7 +310,8 @@ def _print(summary: Summary, folder: str) -> None:
     values |= {name: f"{getattr(counts, name):,}" for name in ("documents", "tokens", "images", "skipped")}
     if counts.images_dropped:
         values["skipped"] += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
-    values["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s" if added else "nothing was left to do"
+    speed = f"{summary.tokens_per_second:,.0f} tokens/s" if summary.seconds >= 1 else "all in less than a second"
+    values["speed"] = speed if added else "nothing was left to do"
     if summary.others:
         names = ", ".join(summary.others[:_OTHERS]) + (" …" if len(summary.others) > _OTHERS else "")
         values["not given"] = f"{counted(len(summary.others), 'input', ',')} of earlier runs, with files in it: {names}"

@@ -54,7 +54,6 @@ class Progress:
         seconds: time since the first record.
         counts: counts of this run.
         kept: counts of the files of earlier runs.
-        reasons: number of skipped records and dropped images of this run by reason.
     """
 
     read: int
@@ -64,7 +63,6 @@ class Progress:
     seconds: float
     counts: Counts
     kept: Counts
-    reasons: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Summary:
 
     Args:
         outputs: finished files, in the order of the inputs and of the records in each input.
-        seconds: duration of this run.
+        seconds: time since the first record of this run.
         others: names of the inputs of earlier runs that this run was not given; their files stay in the folder.
     """
 
@@ -89,7 +87,7 @@ class Summary:
     @property
     def reasons(self) -> Counter[str]:
         """Number of skipped records and dropped images by reason."""
-        return _reasons(self.outputs)
+        return sum((Counter(output.reasons) for output in self.outputs), Counter())
 
     @property
     def tokens_per_second(self) -> float:
@@ -100,10 +98,6 @@ class Summary:
 
 def _counts(outputs: Iterable[Output]) -> Counts:
     return sum((output.counts for output in outputs), Counts())
-
-
-def _reasons(outputs: Iterable[Output]) -> Counter[str]:
-    return sum((Counter(output.reasons) for output in outputs), Counter())
 
 
 def write_sequences(
@@ -147,7 +141,7 @@ def write_sequences(
     one_of("engine", engine, ("local", "ray"))
     workers = integer("workers", workers, minimum=1)
     boolean("overwrite", overwrite)
-    job, begun, where = Job(preprocess, on_error, max_skipped), time.monotonic(), paths.checked_path("folder", folder)
+    job, where = Job(preprocess, on_error, max_skipped), paths.checked_path("folder", folder)
     tasks = _tasks(readers, where)
     with _locked(where):
         unfinished, kept, others = _resumed(job, tasks, where, overwrite)
@@ -163,7 +157,7 @@ def write_sequences(
             if run is None or run["inputs"].keys().isdisjoint(_files(where)):
                 paths.remove(paths.join(where, _RUN))  # a run that failed without a file does not own the folder
         progress.report(is_finished=True)
-    return Summary(progress.outputs, time.monotonic() - begun, others)
+    return Summary(progress.outputs, progress.seconds, others)
 
 
 def _tasks(readers: Sequence[Reader], folder: str) -> list[Task]:
@@ -330,13 +324,18 @@ class _Progress:
         self._reused = sum(step.output.read for step in kept)
         self._finished = {(step.task, step.part): step.output for step in kept}
         self._open = dict[tuple[int, int], Output]()  # files that are being written
-        self._read, self._counts, self._reasons = 0, Counts(), Counter[str]()  # of finished files of this run
+        self._read, self._counts = 0, Counts()  # of finished files of this run
         self._begun = self._reported_at = 0.0
 
     @property
     def outputs(self) -> tuple[Output, ...]:
         """Files of earlier runs and of this one, in order."""
         return tuple(self._finished[key] for key in sorted(self._finished))
+
+    @property
+    def seconds(self) -> float:
+        """Time since the first record; 0 before it."""
+        return time.monotonic() - self._begun if self._begun else 0.0
 
     def add(self, step: Step) -> None:
         """Add a step, and report unless a report was just made."""
@@ -346,7 +345,6 @@ class _Progress:
         if step.is_finished:
             self._finished[key] = self._open.pop(key)
             self._read, self._counts = self._read + output.read, self._counts + output.counts
-            self._reasons.update(output.reasons)
         if now - self._reported_at >= _PAUSE:
             self.report()
             self._reported_at = now
@@ -359,8 +357,7 @@ class _Progress:
         read, counts = sum((output.read for output in opened), self._read), self._counts + _counts(opened)
         read = self._reused + read if self._total is not None else counts.documents + counts.skipped
         if is_finished or read != self._total:
-            reasons, seconds = self._reasons + _reasons(opened), time.monotonic() - self._begun if self._begun else 0.0
-            self._report(Progress(read, self._total, self._unit, self._reused, seconds, counts, self._kept, reasons))
+            self._report(Progress(read, self._total, self._unit, self._reused, self.seconds, counts, self._kept))
 
 
 def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | None = None) -> list[SequenceShard]:

@@ -12,7 +12,12 @@ from functools import partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType
 
+from mmpos.data.formats import FORMATS
+from mmpos.schemes import SCHEMES
+
 __all__ = ["describe", "differences"]
+
+_NAMES = {f"{kind.__module__}.{kind.__qualname__}": name for name, kind in {**SCHEMES, **FORMATS}.items()}
 
 _MAX_ITEMS = 64  # longest list or mapping whose items are described one by one
 _DIGEST = "sha256:"
@@ -44,7 +49,7 @@ def differences(got: Mapping[str, object], want: Mapping[str, object]) -> list[s
     """
     named: dict[str, str] = {}
     for path in dict.fromkeys([*want, *got]):
-        old, new = repr(got.get(path)), repr(want.get(path))
+        old, new = (repr(_NAMES.get(str(side.get(path)), side.get(path))) for side in (got, want))
         if old == new or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
             continue
         hidden = any(value.startswith(f"'{_DIGEST}") for value in (old, new))

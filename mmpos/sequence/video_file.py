@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import counted, finite, integer
+from mmpos.support.checks import counted, finite, integer, naming
 from mmpos.support.extras import needed_for
 
 __all__ = ["read_frames", "require_av"]
@@ -38,14 +38,18 @@ def read_frames(
         raise InvalidInputError(f"Video: want either fps or num_frames, got {'neither' if fps is None else 'both'}")
     if not isinstance(file, str | os.PathLike | bytes):
         raise InvalidInputError(f"Video.file: got {type(file).__name__}, want a path or bytes")
+    for name, value in (("num_frames", num_frames), ("max_frames", max_frames)):
+        if value is not None:
+            integer(name, value, minimum=1)
+    if fps is not None:
+        finite("fps", fps, above=0)
     av, frames = require_av(), list[Frame]()
-    with ExitStack() as stack:
+    with naming("Video.file" if isinstance(file, bytes) else f"Video.file {os.fspath(file)!r}"), ExitStack() as stack:
         # Opened here, since ffmpeg would take a path for the URL of any of its protocols.
         try:
             data = io.BytesIO(file) if isinstance(file, bytes) else stack.enter_context(open(file, "rb"))
         except (OSError, ValueError) as error:  # the latter from a null byte
-            got = f"{os.fspath(file)!r}, want a file that can be read ({error})"
-            raise InvalidInputError(f"Video.file: got {got}") from error
+            raise InvalidInputError(f"got {getattr(error, 'strerror', 0) or error}, want a file to read") from error
         try:
             container = av.open(data, container_options={"format_whitelist": _FORMATS}, io_open=_refuse)
             stack.enter_context(container)
@@ -53,7 +57,7 @@ def read_frames(
             stream = next((video for video in container.streams.video if not video.disposition & cover), None)
             if stream is None:
                 kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "none"
-                raise InvalidInputError(f"Video.file: got no stream of video (streams: {kinds}), want one")
+                raise InvalidInputError(f"got no stream of video (streams: {kinds}), want one")
             times = _times(container, stream)
             chosen = _indices(len(times), stream.average_rate, fps, num_frames, max_frames)
             wanted = set(chosen)
@@ -65,8 +69,8 @@ def read_frames(
                     break
         except av.error.FFmpegError as error:
             raise _damaged(str(error.strerror)) from error
-    if len(frames) < len(chosen):
-        raise _damaged(f"{len(frames)} of the {counted(len(chosen), 'chosen frame')}")
+        if len(frames) < len(chosen):
+            raise _damaged(f"{len(frames)} of the {counted(len(chosen), 'chosen frame')}")
     return frames, [times[i] - times[0] for i in chosen]
 
 
@@ -104,21 +108,17 @@ def _indices(
 
     Source: default_sample_indices_fn in video_utils.py of Transformers 5.24.
     """
-    if fps is None:
-        count = integer("num_frames", num_frames, minimum=1)
-    else:
-        count = max(1, int(total / float(_rate(rate)) * finite("fps", fps, above=0)))
-    if most is not None:
-        count = min(count, integer("max_frames", most, minimum=1))
+    count = (num_frames or 0) if fps is None else max(1, int(total / float(_rate(rate)) * fps))
+    count = min(count, most or count)
     if count > total:
         want = f"at least {count}; use a lower fps or num_frames"
-        raise InvalidInputError(f"Video.file: got {counted(total, 'frame')}, want {want}")
+        raise InvalidInputError(f"got {counted(total, 'frame')}, want {want}")
     return [i * total // count for i in range(count)]
 
 
 def _rate(rate: Fraction | None) -> Fraction:
     if not rate:
-        raise InvalidInputError("Video.file: got no frame rate, want num_frames instead of fps")
+        raise InvalidInputError("got no frame rate, want num_frames instead of fps")
     return rate
 
 
@@ -129,7 +129,7 @@ def _upright(frame: Any) -> Frame:
         right_x, right_y, _, down_x, down_y = np.frombuffer(bytes(matrix)[:20], np.int32).tolist()
         turned = abs(right_y) > abs(right_x)
         if (right_x or down_y) if turned else (right_y or down_x):
-            raise InvalidInputError(f"Video.file: got frames turned by {frame.rotation}°, want a multiple of 90°")
+            raise InvalidInputError(f"got frames turned by {frame.rotation}°, want a multiple of 90°")
         if turned:
             pixels, right_x, down_y = pixels.swapaxes(0, 1), down_x, right_y
         pixels = pixels[:: -1 if down_y < 0 else 1, :: -1 if right_x < 0 else 1]
@@ -137,7 +137,7 @@ def _upright(frame: Any) -> Frame:
 
 
 def _damaged(got: str, want: str = "a whole video file") -> InvalidInputError:
-    return InvalidInputError(f"Video.file: got {got}, want {want}")
+    return InvalidInputError(f"got {got}, want {want}")
 
 
 def _refuse(url: str, flags: int, options: object) -> NoReturn:

@@ -1,11 +1,12 @@
-"""Batches: equal to plain loops, and unchanged by sharding and reassembly, pickling, pinning and casting."""
+"""Batches and their masks: equal to plain loops, in C and numpy, and unchanged by sharding, pickling and pinning."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import functools
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,18 +14,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omni import BUILDER, CLIP
 from results import assert_equal
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
+from torch.nn.attention.flex_attention import create_mask
 from torch.utils.data._utils import pin_memory as pin
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError
-from mmpos.data.batch import Batch
+from mmpos.data.batch import Batch, MaskMod
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
 from mmpos.positions.table import Layout
 from mmpos.rotary.device import DevicePositions
+from mmpos.segments import Audio
+from mmpos.support import native
 from mmpos_bench.data import labelled
 
 FIRST = labelled("a", ["ab", Grid(1, 2), "c"])
@@ -72,11 +77,12 @@ def test_a_fixed_length_is_filled_with_one_padding_document() -> None:
     assert PaddedCollator(length=9)([FIRST]).input_ids.shape == (1, 9)
 
 
+COLUMNS = ("input_ids", "labels", "text", "positions", "spans", "features", "mask")
+
+
 def loops(examples: Sequence[Example], sizes: Sequence[int], side: str) -> dict[str, Any]:
     """Pad documents to these sizes and collate them token by token."""
-    arrays: dict[str, Any] = {
-        name: [] for name in ("input_ids", "labels", "mask", "text", "positions", "spans", "features")
-    }
+    arrays: dict[str, Any] = {name: [] for name in COLUMNS}
     for one, size in zip(examples, sizes, strict=True):
         tokens, dense = one.num_tokens, one.sequence.positions.dense().T.tolist()
         before = size - tokens if side == "left" else 0
@@ -96,47 +102,33 @@ def loops(examples: Sequence[Example], sizes: Sequence[int], side: str) -> dict[
 
 
 def flat(batch: Batch) -> dict[str, Any]:
-    return {
-        "input_ids": batch.input_ids.flatten().tolist(),
-        "labels": batch.labels.flatten().tolist(),
-        "text": batch.text_positions.flatten().tolist(),
-        "positions": batch.position_ids().flatten(1).T.tolist(),
-        "spans": batch.image_spans.tolist(),
-        "features": batch.feature_spans.tolist(),
-    }
+    tokens = (tensor.flatten().tolist() for tensor in (batch.input_ids, batch.labels, batch.text_positions))
+    spans = (tensor.tolist() for tensor in (batch.image_spans, batch.feature_spans))
+    return dict(zip(COLUMNS, (*tokens, batch.position_ids().flatten(1).T.tolist(), *spans), strict=False))
 
 
 some_documents = document_lists.filter(bool)
-collators = st.sampled_from([1, 3, 8])
 
 
-@given(some_documents, collators)
-def test_packed_batches_match_plain_loops(documents: Any, multiple_of: int) -> None:
+@given(some_documents, st.sampled_from([1, 3, 8]), st.sampled_from(["left", "right", None]))
+def test_batches_match_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"] | None) -> None:
     examples = examples_of(documents)
     sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
-    batch = PackedCollator(multiple_of=multiple_of, pad_token_id=3)(examples)
-    want = loops(examples, sizes, "right")
+    collate: Any = PackedCollator(multiple_of, pad_token_id=3)
+    if side is not None:
+        sizes, collate = [max(sizes)] * len(examples), PaddedCollator(side, multiple_of, pad_token_id=3)
+    batch, want = collate(examples), loops(examples, sizes, side or "right")
     mask = want.pop("mask")
     assert flat(batch) == want
-    assert batch.cu_seqlens.tolist() == [0, *np.cumsum(sizes).tolist()]
+    if side is None:
+        assert batch.attention_mask is None
+    else:
+        assert batch.attention_mask.flatten().tolist() == mask
+        assert batch.input_ids.shape == batch.position_ids().shape[1:] == (len(examples), sizes[0])
+    assert batch.packed == (side is None)
     assert batch.fill == pytest.approx(sum(mask) / len(mask))
+    assert (batch.cu_seqlens.tolist(), batch.max_seqlen) == ([0, *np.cumsum(sizes).tolist()], max(sizes))
     assert batch.grid_thw.tolist() == [grid for one in examples for grid in one.sequence.grid_thw.tolist()]
-
-
-@given(some_documents, collators, st.sampled_from(["left", "right"]))
-def test_padded_batches_match_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"]) -> None:
-    examples = examples_of(documents)
-    seq = -(-max(one.num_tokens for one in examples) // multiple_of) * multiple_of
-    batch = PaddedCollator(side=side, multiple_of=multiple_of, pad_token_id=3)(examples)
-    want = loops(examples, [seq] * len(examples), side)
-    assert batch.attention_mask is not None
-    mask = want.pop("mask")
-    assert batch.attention_mask.flatten().tolist() == mask
-    assert flat(batch) == want
-    assert (batch.cu_seqlens.tolist(), batch.max_seqlen) == ([seq * i for i in range(len(examples) + 1)], seq)
-    assert not batch.packed
-    assert batch.fill == pytest.approx(sum(mask) / len(mask))
-    assert batch.input_ids.shape == batch.position_ids().shape[1:] == (len(examples), seq)
 
 
 @settings(max_examples=50)
@@ -168,16 +160,6 @@ def test_the_shards_of_all_ranks_reassemble_into_the_batch(
     assert reassembled == want
     pairs = zip(spans, features, strict=True)
     assert rows == {token: row for s, f in pairs for token, row in zip(range(*s), range(*f), strict=True)}
-
-
-@pytest.mark.parametrize("layout", ["zigzag-sequence", "contiguous-sequence"])
-def test_sequence_layouts_are_refused_for_a_padded_batch(layout: Any) -> None:
-    batch = PaddedCollator(multiple_of=4)([FIRST, SECOND])
-    with pytest.raises(UnsupportedError) as refused:
-        batch.shard(0, 2, layout)
-    assert str(refused.value) == (
-        f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row"
-    )
 
 
 def test_a_shard_of_a_shard_keeps_its_features() -> None:
@@ -216,18 +198,13 @@ def test_parts_of_a_split_document_keep_their_position_ids_and_start_without_a_l
     assert batch.position_ids()[0].tolist() == [0, 1, 2, 5, 5, 8, 9, 0, 1, 2]
     assert batch.text_positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2]
     assert batch.labels.tolist() == [-100, 98, 256, -100, -100, 257, -100, -100, 8, 9]
-
-
-def test_adjacent_images_have_separate_spans() -> None:
     bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
-    batch = PackedCollator()([Example("b", bare, bare.input_ids)] * 2)
-    assert batch.image_spans.tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
-    assert batch.feature_spans.tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
+    batch = PackedCollator()([Example("b", bare, bare.input_ids)] * 2)  # adjacent images have separate spans
+    assert batch.image_spans.tolist() == batch.feature_spans.tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
 
 
-def with_photos(scheme: str = "rope-tie", start: int = 0) -> list[Example]:
-    processor = ImageProcessor("pillow", patch_size=4, min_pixels=64)
-    builder = SequenceBuilder(images=processor, scheme=scheme, start=start)
+def with_photos(scheme: str = "rope-tie") -> list[Example]:
+    builder = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64), scheme=scheme)
     sequences = [builder.build(["ab", PHOTO, "c"]), builder.build(["x"]), builder.build([PHOTO[:, ::-1].copy(), "y"])]
     return [Example(f"p{i}", sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
 
@@ -237,29 +214,19 @@ def test_patches_are_concatenated_unchanged() -> None:
     batch = PackedCollator()(examples)
     assert batch.patches is not None
     assert (batch.patches.dtype, batch.patches.shape) == (torch.uint8, (16, 4, 4, 3))
-    want = np.concatenate(
-        [one.sequence.patches for one in (examples[0], examples[2]) if one.sequence.patches is not None]
-    )
-    assert (batch.patches.numpy() == want).all()
+    want: list[Any] = [examples[0].sequence.patches, examples[2].sequence.patches]
+    assert (batch.patches.numpy() == np.concatenate(want)).all()
     tokens, rows = batch.image_tokens()
     assert (batch.input_ids[tokens] == 258).all()
     assert rows.tolist() == list(range(4))  # four patches are merged into one token
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-fractional", "mrope"])
-def test_mixed_precision_leaves_a_batch_unchanged(scheme: str) -> None:
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    utils = pytest.importorskip("torch.distributed.utils")
-    cast = functools.partial(common._cast_fp_tensor, torch.bfloat16)
-    batch = PackedCollator(multiple_of=8)(with_photos(scheme, start=100_001))
-    assert torch.equal(cast(torch.tensor([1.00001])), torch.tensor([1.0], dtype=torch.bfloat16))
-    assert_equal(utils._apply_to_tensors(cast, batch), batch)
-    arguments = batch.as_dict("table")
-    passed = torch.utils._pytree.tree_map(lambda x: cast(x) if isinstance(x, torch.Tensor) else x, arguments)
-    assert torch.equal(passed.pop("positions").dense(), batch.position_ids())
-    assert all(type(value) is int or value.dtype == arguments[name].dtype for name, value in passed.items())
-    if scheme != "rope-tie-fractional":
-        assert torch.equal(cast(batch.as_dict()["position_ids"]), batch.position_ids(torch.int64))
+def test_a_batch_holds_no_floats_which_mixed_precision_would_cast(scheme: str) -> None:
+    batch = PackedCollator(multiple_of=8)(with_photos(scheme))
+    passed = [value for value in batch.as_dict("table").values() if isinstance(value, torch.Tensor)]
+    assert not any(tensor.is_floating_point() for tensor in [*tensors(batch).values(), *passed])
+    assert scheme == "rope-tie-fractional" or not batch.as_dict()["position_ids"].is_floating_point()
 
 
 def test_as_dict_returns_arguments_by_name() -> None:
@@ -278,15 +245,6 @@ def test_as_dict_returns_arguments_by_name() -> None:
     assert "patches" in PackedCollator()(with_photos()).as_dict()
 
 
-@pytest.mark.parametrize("name", ["text_row", "batched"])
-def test_patches_that_a_transformers_model_would_ignore_are_refused(name: Any) -> None:
-    batch = PackedCollator()(with_photos())
-    option: dict[str, Any] = {name: True}
-    message = f"^{name}: got True for a batch with patches, which a Transformers model would ignore, want ModelC"
-    with pytest.raises(UnsupportedError, match=message):
-        batch.as_dict(**option)
-
-
 def test_position_ids_are_returned_in_the_requested_dtype() -> None:
     batch = PackedCollator()([FIRST, SECOND])
     assert batch.position_ids().dtype == torch.int32
@@ -295,12 +253,7 @@ def test_position_ids_are_returned_in_the_requested_dtype() -> None:
         assert ids.dtype == dtype
         assert ids.tolist() == [batch.text_positions.tolist(), *batch.position_ids().tolist()]
     assert torch.equal(batch.position_ids(), torch.from_numpy(batch.positions.dense()))
-    fractional = PackedCollator()(with_photos("rope-tie-fractional"))
-    assert fractional.position_ids().dtype == torch.float64
-    with pytest.raises(InvalidInputError, match=r"^dtype: got torch.int64, want one of torch.float64$"):
-        fractional.position_ids(torch.int64)
-    with pytest.raises(UnsupportedError, match="positions: got 'ids' of a fractional scheme, want 'table'"):
-        fractional.as_dict()
+    assert FRACTIONAL.position_ids().dtype == torch.float64
 
 
 def test_all_tensors_are_moved_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,49 +281,46 @@ def test_collators_and_batches_can_be_pickled() -> None:
     assert_equal(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
 
 
+WHOLE, PADDED = PackedCollator()([FIRST, SECOND]), PaddedCollator(multiple_of=4)([FIRST, SECOND])
+PHOTOS, FRACTIONAL = PackedCollator()(with_photos()), PackedCollator()(with_photos("rope-tie-fractional"))
+IGNORED = "got True for a batch with patches, which a Transformers model would ignore, want ModelC"
+
+
 @pytest.mark.parametrize(
-    ("collate", "examples", "message"),
+    ("call", "message"),
     [
-        (PackedCollator(), [], "examples: got none, want at least one"),
-        (PackedCollator(), "ab", "examples: got str, want a list of Examples or a Pack"),
-        (PaddedCollator(), [FIRST, 3], "examples[1]: got int, want an Example or a Pack"),
-        (PackedCollator(length=9), [FIRST, SECOND], "examples: got 10 tokens in 2 documents, want at most 9"),
-        (PaddedCollator(length=6), [SECOND, FIRST], "examples[1] (a): got 7 tokens, want at most 6"),
-        (
-            PackedCollator(),
-            [*with_photos(), FIRST],
-            "examples[3] (a): patches: got no pixels, want uint8 4 4 3 as in examples[0]",
-        ),
-        (
-            PackedCollator(),
-            [FIRST, *with_photos("mrope")],
-            "examples[1] (p0): positions: got 3 axes, want 2 as in the first",
-        ),
-        (lambda _: PackedCollator(multiple_of=0), [FIRST], "multiple_of: got 0, want >= 1"),
-        (lambda _: PackedCollator(pad_token_id=-1), [FIRST], "pad_token_id: got -1, want >= 0"),
-        (lambda _: PackedCollator(multiple_of=4, length=9), [FIRST], "length: got 9, want a multiple of multiple_of=4"),
-        (lambda _: PaddedCollator(side=UP), [FIRST], "side: got 'up', want one of 'right', 'left'"),
+        (lambda: PackedCollator()([]), "examples: got none, want at least one"),
+        (lambda: PackedCollator()(UP), "examples: got str, want a list of Examples or a Pack"),
+        (lambda: PaddedCollator()([FIRST, UP]), "examples[1]: got str, want an Example or a Pack"),
+        (lambda: PackedCollator(length=9)([FIRST, SECOND]), "examples: got 10 tokens in 2 documents, want at most 9"),
+        (lambda: PaddedCollator(length=6)([SECOND, FIRST]), "examples[1] (a): got 7 tokens, want at most 6"),
+        (lambda: PackedCollator()([*with_photos(), FIRST]),
+         "examples[3] (a): patches: got no pixels, want uint8 4 4 3 as in examples[0]"),
+        (lambda: PackedCollator()([FIRST, *with_photos("mrope")]),
+         "examples[1] (p0): positions: got 3 axes, want 2 as in the first"),
+        (lambda: PackedCollator(multiple_of=0), "multiple_of: got 0, want >= 1"),
+        (lambda: PackedCollator(pad_token_id=-1), "pad_token_id: got -1, want >= 0"),
+        (lambda: PackedCollator(multiple_of=4, length=9), "length: got 9, want a multiple of multiple_of=4"),
+        (lambda: PaddedCollator(side=UP), "side: got 'up', want one of 'right', 'left'"),
+        (lambda: dataclasses.replace(WHOLE, input_ids=WHOLE.input_ids[1:]), "input_ids: got 9 tokens, want 10 as in"),
+        (lambda: dataclasses.replace(WHOLE, labels=WHOLE.labels[1:]), "labels: got shape (9,), want (10,), the shape"),
+        (lambda: dataclasses.replace(WHOLE, feature_spans=WHOLE.feature_spans[1:]),
+         "feature_spans: got 0 spans, want 1 as in image_spans"),
+        (lambda: WHOLE.shard(0, 2), "documents[0]: got 7 tokens, want a multiple of 4"),
+        *((lambda layout=layout: PADDED.shard(0, 2, layout),
+           f"layout: got {layout!r} for a padded batch, want 'zigzag' or 'contiguous', row by row")
+          for layout in ("zigzag-sequence", "contiguous-sequence")),
+        (lambda: PHOTOS.as_dict(text_row=True), f"text_row: {IGNORED}"),
+        (lambda: PHOTOS.as_dict(batched=True), f"batched: {IGNORED}"),
+        (lambda: FRACTIONAL.position_ids(torch.int64), "dtype: got torch.int64, want one of torch.float64"),
+        (lambda: FRACTIONAL.as_dict(), "positions: got 'ids' of a fractional scheme, want 'table'"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("way")
-def test_invalid_values_are_named(collate: Any, examples: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError) as refused:
-        collate(examples)
-    assert str(refused.value) == message
-
-
-def test_batches_check_their_shapes() -> None:
-    batch = PackedCollator()([FIRST, SECOND])
-    changed: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"input_ids": batch.input_ids[1:]}, r"^input_ids: got 9 tokens, want 10 as in positions$"),
-        ({"labels": batch.labels[1:]}, r"^labels: got shape \(9,\), want \(10,\), the shape of input_ids$"),
-        ({"feature_spans": batch.feature_spans[1:]}, r"^feature_spans: got 0 spans, want 1 as in image_spans$"),
-    )
-    for changes, message in changed:
-        with pytest.raises(InvalidInputError, match=message):
-            dataclasses.replace(batch, **changes)
-    with pytest.raises(InvalidInputError, match=r"documents\[0\]: got 7 tokens, want a multiple of 4"):
-        batch.shard(0, 2)
+def test_invalid_values_are_named(call: Any, message: str) -> None:
+    with pytest.raises((InvalidInputError, UnsupportedError)) as refused:
+        call()
+    assert str(refused.value).startswith(message)
 
 
 def test_fields_that_are_made_when_first_read_can_be_pickled_before_it() -> None:
@@ -382,3 +332,142 @@ def test_fields_that_are_made_when_first_read_can_be_pickled_before_it() -> None
         assert_equal(copy, one)
     with pytest.raises(AttributeError, match="'Batch' object has no attribute 'spans'"):
         assert batch.spans  # type: ignore[attr-defined]
+
+
+def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
+    """Evaluate the mask for all pairs of tokens as (batch, seq, seq)."""
+    rows, seq = (1, batch.input_ids.numel()) if batch.packed else tuple(batch.input_ids.shape)
+    return create_mask(mod, rows, 1, seq, seq, device="cpu")[:, 0]
+
+
+def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
+    """Return a mask (tokens, tokens) of whether each query attends to each key, both numbered across the batch."""
+    document: list[int | None] = []
+    for d, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+        padding: list[int | None] = [None] * (size - length)
+        document += padding + [d] * length if side == "left" else [d] * length + padding
+    mask = torch.zeros(len(document), len(document), dtype=torch.bool)
+    for q, q_document in enumerate(document):
+        for kv, kv_document in enumerate(document):
+            same_image = any(start <= q < stop and start <= kv < stop for start, stop in spans)
+            mask[q, kv] = q_document is not None and q_document == kv_document and (q >= kv or same_image)
+    return mask
+
+
+few_documents = document_lists.filter(lambda drawn: 0 < len(drawn) <= 4)
+
+
+@settings(max_examples=20)
+@given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
+def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
+    examples = examples_of(documents)
+    if kind == "packed":
+        batch, side = PackedCollator(multiple_of=multiple_of)(examples), "right"
+    else:
+        batch, side = PaddedCollator(side=kind, multiple_of=multiple_of)(examples), kind
+    spans = batch.image_spans.tolist() if bidirectional else []
+    want = by_loops([one.num_tokens for one in examples], batch.cu_seqlens.diff().tolist(), side, spans)
+    mask = dense(batch.mask_mod(bidirectional_images=bidirectional), batch)
+    rows, seq, _ = mask.shape
+    for row in range(rows):
+        assert torch.equal(mask[row], want.reshape(rows, seq, rows, seq)[row, :, row])
+
+
+def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:
+    whole = PackedCollator(multiple_of=4)([example("a", 9, (2, 3), 3), example("b", 6)])
+    mod = whole.mask_mod(bidirectional_images=True)
+    mask = dense(mod, whole)[0]
+    index = torch.from_numpy(whole.positions.shard_indices(1, 2))
+
+    def of_rank(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return mod(b, h, index[q_idx], kv_idx)
+
+    assert torch.equal(create_mask(of_rank, 1, 1, len(index), len(mask), device="cpu")[0, 0], mask[index])
+    with pytest.raises(UnsupportedError, match=r"^mask_mod: got a context-parallel shard, want the mask of the whole"):
+        whole.shard(1, 2).mask_mod()
+
+
+def test_bidirectional_images_must_be_a_bool() -> None:
+    with pytest.raises(InvalidInputError, match=r"^bidirectional_images: got 1, want True or False$"):
+        PackedCollator()([example("a", 3)]).mask_mod(bidirectional_images=1)  # type: ignore[arg-type]
+
+
+in_c = pytest.mark.skipif(native.core is None, reason="the extension was not built")
+
+
+class Watched:
+    """Wrapper around the extension that counts the calls which the extension answered."""
+
+    core, answered = native.core, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+    def collate(self, *arguments: Any) -> Any:
+        fields = self.core.collate(*arguments)
+        self.answered += fields is not None
+        return fields
+
+
+def pools() -> list[list[Example]]:
+    """Return pools of examples with the same number of axes, covering all kinds of segments and arrays."""
+    rows = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, 257, 258)).build([Grid(2, 2), "a"])
+    bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256)).build([Grid(1, 2), Grid(1, 1)])
+    video = [CLIP, Grid(2, 2, frames=2, seconds_per_frame=1)]
+    audio = [BUILDER.build(parts) for parts in ([Audio(2)], ["ab", Audio(3), CLIP, "c"], video)]
+    halves = SequenceBuilder(scheme="rope-tie-fractional").build(["abc", Grid(2, 3), "d"])
+    long = example("long", 5000, (20, 30), 4000)
+    odd = dataclasses.replace(FIRST.sequence, input_ids=np.repeat(FIRST.sequence.input_ids, 2)[::2])
+    spoken = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256, audio=259)).build([Audio(2)])
+    return [
+        [FIRST, SECOND, FIRST.slice(6, 7), *with_photos(), long, Example("o", odd, FIRST.labels[::-1])],
+        [FIRST, SECOND, Example("h", halves, halves.input_ids), Example("i", odd, FIRST.labels.astype(np.int32))],
+        [Example(f"{i}", sequence, sequence.input_ids) for i, sequence in enumerate((rows, bare, spoken))],
+        [Example(f"{i}", sequence, sequence.input_ids) for i, sequence in enumerate(audio)],
+        [FIRST, *with_photos("mrope")],
+    ]
+
+
+@in_c
+def test_the_extension_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, watched, all_pools = np.random.default_rng(0), Watched(), pools()
+    for _ in range(400):
+        pool = all_pools[rng.integers(len(all_pools))]
+        examples = [pool[i] for i in rng.integers(0, len(pool), rng.integers(1, 7))]
+        multiple_of, pad_token_id = (int(rng.choice(numbers)) for numbers in ([1, 1, 3, 8], [0, 7]))
+        length = int(rng.choice([0, 8, 24, 96])) * multiple_of or None
+        side: Any = ["left", "right"][rng.integers(2)]
+        for collator in (
+            PackedCollator(multiple_of, length, pad_token_id),
+            PaddedCollator(side, multiple_of, length, pad_token_id),
+        ):
+            outcomes: list[Any] = []
+            for core in (watched, None):
+                with monkeypatch.context() as patch:
+                    patch.setattr(native, "core", core)
+                    try:
+                        outcomes.append(collator(examples))
+                    except InvalidInputError as error:
+                        outcomes.append(error)
+            assert_equal(*outcomes)
+    assert watched.answered > 400
+
+
+@in_c
+@pytest.mark.parametrize("begin", [-1, 0, 1])
+def test_an_image_that_begins_outside_its_document_is_declined(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, sequence = Watched(), copy.copy(FIRST.sequence)
+    spans = sequence.image_spans.copy()
+    spans[-1] = sequence.input_ids.size + begin, sequence.input_ids.size + 9
+    object.__setattr__(sequence, "image_spans", spans)
+    monkeypatch.setattr(native, "core", watched)
+    with suppress(IndexError):  # from numpy, if the extension declines the example
+        PackedCollator()([Example("k", sequence, FIRST.labels)])
+    assert watched.answered == (begin < 0)
+
+
+@in_c
+def test_each_scheme_is_named_once_in_order_of_appearance() -> None:
+    one, _, other, _ = pools()[1]
+    names = [PackedCollator()(examples).positions.scheme for examples in ([one, other, one], [other, one, one])]
+    assert names == ["rope-tie + rope-tie-fractional", "rope-tie-fractional + rope-tie"]

@@ -1,45 +1,47 @@
-"""Examples: labels follow the pieces, slices keep position ids and do not cut images, and errors name the record."""
+"""Examples: labels follow the pieces, slices cut no image, audio or clip, and errors name the record."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, CLIP, END
+from omni import BUILDER as OMNI
+from results import assert_equal
 
-from mmpos import Grid, ImageProcessor, InvalidInputError, SequenceBuilder, UnsupportedError
-from mmpos.data.examples import (
-    IGNORE_INDEX,
-    Document,
-    Example,
-    ImageError,
-    Location,
-    OnImageError,
-    Piece,
-    Preprocess,
-    RecordError,
-)
+from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError, place
+from mmpos.data.batch import Batch
+from mmpos.data.collate import PackedCollator, PaddedCollator
+from mmpos.data.examples import Document, Example, ImageError, Location, OnImageError, Piece, Preprocess, RecordError
+from mmpos.data.packing import Packer
+from mmpos.data.storage import SequenceShard, SequenceWriter
 from mmpos.errors import ServiceUnavailableError
-from mmpos.segments.kinds import Audio
+from mmpos.segments.kinds import Audio, Segment, Text, Thumbnail, Tile
+from mmpos.segments.table import SegmentTable
+from mmpos.sequence.builder import InterleavedSequence
 
 HERE = Location("shard.jsonl", 3)
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
 PHOTO = np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Format for records that contain a list of (part, train) pairs."""
-
-    def __call__(self, record: Mapping[str, Any], location: Location) -> Document:
-        return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))
+def pieces(record: Mapping[str, Any], location: Location) -> Document:
+    """Format of records that contain a list of (part, train) pairs."""
+    return Document("r7", tuple(Piece(part, train) for part, train in record["pieces"]))
 
 
-def example(*pieces: tuple[object, bool], **options: Any) -> Example:
-    return Preprocess(Pieces(), BUILDER, **options)({"pieces": pieces}, HERE)
+def example(*parts: tuple[object, bool], builder: SequenceBuilder = BUILDER, **options: Any) -> Example:
+    return Preprocess(pieces, builder, **options)({"pieces": parts}, HERE)
+
+
+spoken = partial(example, builder=OMNI)
 
 
 def test_untrained_pieces_patches_and_markers_have_no_labels() -> None:
@@ -47,11 +49,6 @@ def test_untrained_pieces_patches_and_markers_have_no_labels() -> None:
     assert got.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
     assert got.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
     assert (got.key, got.num_tokens) == ("r7", 9)
-
-
-def test_with_train_markers_the_markers_of_trained_images_are_labels() -> None:
-    got = example((Grid(1, 1), True), (Grid(1, 1), False), train_markers=True)
-    assert got.labels.tolist() == [256, -100, 257, -100, -100, -100]
 
 
 def test_a_slice_keeps_its_position_ids_and_the_patches_of_its_images() -> None:
@@ -73,52 +70,49 @@ def test_a_slice_keeps_its_position_ids_and_the_patches_of_its_images() -> None:
     assert (both == original.sequence.patches).all()
     assert first.sequence.image_hashes + second.sequence.image_hashes == original.sequence.image_hashes
     assert original.slice(0, 2).sequence.patches is None
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "message"),
-    [
-        (2, 2, "stop: got 2, want >= 3"),
-        (0, 9, "stop: got 9, want <= 8"),
-        (3, 8, "start: got 3 inside image 0, want it between parts"),
-        (0, 6, "stop: got 6 inside image 0, want it between parts"),
-    ],
-)
-def test_empty_slices_and_slices_through_an_image_are_refused(start: int, stop: int, message: str) -> None:
-    whole = example(("ab", True), (Grid(1, 3), True), ("c", True))
-    with pytest.raises(InvalidInputError) as refused:
-        whole.slice(start, stop)
-    assert str(refused.value) == message
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([], "r7: got no parts, want at least one"),
-        ([("a", True), (b"no photo", True)], "r7 (shard.jsonl[3]): parts[1]: image: got a file"),
-        ([("", True)], "r7 (shard.jsonl[3]): parts: got no tokens, want at least one"),
-    ],
-)
-def test_errors_name_the_record_and_the_part(pieces: Any, message: str) -> None:
-    with pytest.raises(RecordError) as refused:
-        example(*pieces)
-    assert str(refused.value).startswith(message)
-
-
-def test_preprocess_can_be_pickled_and_checks_its_arguments() -> None:
-    again = pickle.loads(pickle.dumps(Preprocess(Pieces(), BUILDER)))
-    assert again({"pieces": [("a", True)]}, HERE).labels.tolist() == [97]
-    with pytest.raises(InvalidInputError, match="format: got int, want a callable that takes a record and a location"):
-        Preprocess(3, BUILDER)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="builder: got int, want an object with a build method"):
-        Preprocess(Pieces(), 3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match=r"^r7: pieces\[1\]\.train: got 1, want True or False$"):
-        example(("a", False), ("b", 1))  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match=r"r7: labels: got shape \(1,\), want \(2,\), the shape of input_ids"):
-        Example("r7", BUILDER.build(["ab"]), np.array([IGNORE_INDEX]))
+    bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256))
+    assert not len(example((Grid(1, 2), True), ("a", True), builder=bare).slice(2, 3).sequence.grid_thw)
 
 
 BROKEN = b"no picture"
+WHOLE = example(("ab", True), (Grid(1, 3), True), ("c", True))
+WRONG: Any = 3
+AT = "r7 (shard.jsonl[3]): "
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: WHOLE.slice(2, 2), InvalidInputError, "stop: got 2, want >= 3"),
+        (lambda: WHOLE.slice(0, 9), InvalidInputError, "stop: got 9, want <= 8"),
+        (lambda: WHOLE.slice(3, 8), InvalidInputError, "start: got 3 inside image 0, want it between parts"),
+        (lambda: WHOLE.slice(0, 6), InvalidInputError, "stop: got 6 inside image 0, want it between parts"),
+        (lambda: example(), RecordError, "r7: got no parts, want at least one"),
+        (lambda: example(("a", True), (BROKEN, True)), RecordError, f"{AT}parts[1]: image: got a file"),
+        (lambda: example(("", True)), RecordError, f"{AT}parts: got no tokens, want at least one"),
+        (lambda: example(("a", False), ("b", WRONG)), InvalidInputError, "r7: pieces[1].train: got 3, want True or F"),
+        (lambda: Preprocess(WRONG, BUILDER), InvalidInputError,
+         "format: got int, want a callable that takes a record and a location"),
+        (lambda: Preprocess(pieces, WRONG), InvalidInputError,
+         "builder: got int, want an object with a build method"),
+        (lambda: Example("r7", BUILDER.build(["ab"]), np.array([-100])), InvalidInputError,
+         "r7: labels: got shape (1,), want (2,), the shape of input_ids"),
+        (lambda: example(("a", True), on_image_error="skip"), InvalidInputError,
+         "on_image_error: got 'skip', want one of 'drop', 'skip-document', 'raise', None"),
+        (lambda: Preprocess(pieces, SequenceBuilder(), on_image_error="drop"), InvalidInputError,
+         "on_image_error: got 'drop' with a builder that reads no images, want"),
+        (lambda: example((Audio(1), True)), UnsupportedError, f"{AT}parts[0]: got Audio, want a builder with"),
+        (lambda: example((BROKEN, True), (Audio(1), True), on_image_error="drop"), UnsupportedError,
+         f"{AT}parts[0]: got Audio, want a builder with"),
+        *((lambda policy=policy: example((PHOTO, True), ([258], True), on_image_error=policy), RecordError,
+           f"{AT}parts[1]: got the patch marker's id 258") for policy in ("drop", "skip-document", "raise")),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument_or_the_record_and_part(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises((InvalidInputError, UnsupportedError)) as refused:
+        call()
+    assert type(refused.value) is error  # not an ImageError, which has its own policy
+    assert str(refused.value).startswith(message)
 
 
 def test_an_unreadable_image_is_dropped_with_its_markers() -> None:
@@ -135,46 +129,14 @@ def test_an_unreadable_image_is_dropped_with_its_markers() -> None:
     assert want.dropped_images == example(*pieces[:1], on_image_error="drop").dropped_images == ()
 
 
-@pytest.mark.parametrize(("policy", "on_error"), [("raise", "raise"), ("skip-document", "skip")])
-def test_an_image_error_carries_the_image_policy(policy: OnImageError, on_error: str) -> None:
-    with pytest.raises(ImageError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[1\]: image: got ") as refused:
-        example(("a", True), (BROKEN, True), on_image_error=policy)
-    assert refused.value.on_error == on_error
+@pytest.mark.parametrize(
+    ("policy", "texts", "on_error"), [("raise", 1, "raise"), ("skip-document", 1, "skip"), ("drop", 0, "skip")]
+)
+def test_an_image_error_carries_the_image_policy(policy: OnImageError, texts: int, on_error: str) -> None:
+    with pytest.raises(ImageError, match=rf"^r7 \(shard\.jsonl\[3\]\): parts\[{texts}\]: image: got ") as refused:
+        example(*[("a", True)] * texts, (BROKEN, True), (BROKEN, True), on_image_error=policy)
     again = pickle.loads(pickle.dumps(refused.value))
-    assert (again.on_error, str(again)) == (on_error, str(refused.value))
-
-
-@pytest.mark.parametrize("policy", ["drop", "skip-document", "raise"])
-def test_other_errors_in_a_record_are_not_image_errors(policy: OnImageError) -> None:
-    with pytest.raises(RecordError, match=r"parts\[1\]: got the patch marker's id 258") as refused:
-        example((PHOTO, True), ([258], True), on_image_error=policy)
-    assert not isinstance(refused.value, ImageError)
-
-
-def test_a_document_with_only_broken_images_is_skipped() -> None:
-    with pytest.raises(ImageError) as refused:
-        example((BROKEN, True), (BROKEN, True), on_image_error="drop")
-    assert refused.value.on_error == "skip"
-
-
-def test_invalid_image_policies_are_refused() -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"^on_image_error: got 'skip', want one of 'drop', 'skip-document', 'ra"
-    ):
-        example(("a", True), on_image_error="skip")
-    with pytest.raises(
-        InvalidInputError, match=r"^on_image_error: got 'drop' with a builder that reads no images, want"
-    ):
-        Preprocess(Pieces(), SequenceBuilder(), on_image_error="drop")
-
-
-@pytest.mark.parametrize("policy", [None, "drop"])
-def test_a_part_unsupported_by_the_builder_is_not_a_record_error(policy: OnImageError | None) -> None:
-    parts: list[tuple[object, bool]] = [(Audio(1), True)] if policy is None else [(BROKEN, True), (Audio(1), True)]
-    with pytest.raises(
-        UnsupportedError, match=r"^r7 \(shard\.jsonl\[3\]\): parts\[0\]: got Audio, want a builder with"
-    ):
-        example(*parts, on_image_error=policy)
+    assert (again.on_error, refused.value.on_error, str(again)) == (on_error, on_error, str(refused.value))
 
 
 @pytest.mark.parametrize("policy", ["raise", "drop"])
@@ -186,4 +148,168 @@ def test_an_unavailable_server_is_neither_a_record_error_nor_an_image_error(poli
             raise ServiceUnavailableError("away")
 
     with pytest.raises(ServiceUnavailableError, match="away"):
-        Preprocess(Pieces(), Unavailable(), on_image_error=policy)({"pieces": [(PHOTO, True), ("a", True)]}, HERE)
+        Preprocess(pieces, Unavailable(), on_image_error=policy)({"pieces": [(PHOTO, True), ("a", True)]}, HERE)
+
+
+SPOKEN = spoken(("ab", False), (Audio(2), True), ("cd", True), (CLIP, True), (Grid(1, 1), False), ("e", True))
+"""a b <a A A a> c d <v <a V V A A V V A a> v> <v I v> e"""
+
+
+def test_patches_and_audio_are_never_labels_and_markers_are_labels_only_with_train_markers() -> None:
+    assert SPOKEN.labels.tolist() == [*[-100] * 6, 99, 100, *[-100] * 14, 101]
+    pieces = ((Audio(2), True), (CLIP, True), (Audio(1), False))
+    marked = spoken(*pieces, train_markers=True).labels.tolist()
+    clip = [BEGIN, AUDIO_BEGIN, *[-100] * 7, AUDIO_END, END]
+    assert marked == [AUDIO_BEGIN, -100, -100, AUDIO_END, *clip, *[-100] * 3]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "parts"),
+    [
+        (0, 23, ["ab", Audio(2), "cd", CLIP, Grid(1, 1), "e"]),
+        (0, 8, ["ab", Audio(2), "cd"]),
+        (1, 19, ["b", Audio(2), "cd", CLIP]),
+        (2, 6, [Audio(2)]),
+        (7, 22, ["d", CLIP, Grid(1, 1)]),
+        (19, 23, [Grid(1, 1), "e"]),
+        (22, 23, ["e"]),
+    ],
+)
+def test_a_slice_matches_a_sequence_of_its_parts_except_for_positions(
+    start: int, stop: int, parts: list[object]
+) -> None:
+    part = SPOKEN.slice(start, stop).sequence
+    want = OMNI.build(parts)
+    assert_equal(replace(part, positions=want.positions), want)
+    np.testing.assert_array_equal(part.positions.dense(), SPOKEN.sequence.positions.dense()[:, start:stop])
+    np.testing.assert_array_equal(part.positions.token_types(part.segments), part.token_type_ids)
+
+
+def spans(batch: Batch) -> dict[str, Any]:
+    names = ("image_spans", "feature_spans", "audio_spans", "audio_feature_spans")
+    return {name: None if (tensor := getattr(batch, name)) is None else tensor.tolist() for name in names}
+
+
+def test_a_packed_batch_maps_features_to_tokens() -> None:
+    batch = PackedCollator()([SPOKEN, spoken(("a", True)), spoken((Audio(1), True), (Grid(1, 2), True))])
+    assert spans(batch) == {
+        "image_spans": [[10, 12], [14, 16], [20, 21], [28, 30]],
+        "feature_spans": [[0, 2], [2, 4], [4, 5], [5, 7]],
+        "audio_spans": [[3, 5], [12, 14], [16, 17], [25, 26]],
+        "audio_feature_spans": [[0, 2], [2, 4], [4, 5], [5, 6]],
+    }
+    tokens, rows = batch.audio_tokens()
+    assert (tokens.tolist(), rows.tolist()) == ([3, 4, 12, 13, 16, 25], [0, 1, 2, 3, 4, 5])
+    tokens, rows = batch.image_tokens()
+    assert (tokens.tolist(), rows.tolist()) == ([10, 11, 14, 15, 20, 28, 29], [0, 1, 2, 3, 4, 5, 6])
+    alone = SPOKEN.sequence.image_tokens()
+    assert [indices.tolist() for indices in alone] == [[10, 11, 14, 15, 20], [0, 1, 2, 3, 4]]
+    assert batch.as_dict()["audio_spans"] is batch.audio_spans
+    moved = batch.to("meta")
+    assert moved.audio_spans is not None
+    assert moved.audio_spans.is_meta
+
+
+def test_the_spans_of_audio_account_for_padding_and_are_absent_without_audio() -> None:
+    audio = [spoken((Audio(2), True)), spoken(("a", True), (Audio(1), True), ("bc", True))]
+    assert spans(PaddedCollator(side="left")(audio))["audio_spans"] == [[3, 5], [8, 9]]
+    batch = PackedCollator()([spoken(("a", True), (Grid(1, 2), True))])
+    assert (batch.audio_spans, batch.audio_feature_spans) == (None, None)
+    assert "audio_spans" not in batch.as_dict()
+    assert [tensor.tolist() for tensor in batch.audio_tokens()] == [[], []]
+    assert spans(PackedCollator()([spoken(("a", True), (Audio(1), True))]))["image_spans"] == []
+
+
+def test_ranks_receive_the_features_of_their_tokens() -> None:
+    batch = PackedCollator(multiple_of=4)([SPOKEN, spoken((Audio(3), True))])
+    audio = torch.arange(8)  # one feature per row: 2 + 2 + 1 in the first document, 3 in the second
+    scattered = torch.full((batch.input_ids.numel(),), -1)
+    tokens, rows = batch.audio_tokens()
+    scattered[tokens] = audio[rows]
+    for layout in ("zigzag", "contiguous-sequence"):
+        for rank in range(2):
+            part = batch.shard(rank, 2, layout)
+            ours = torch.full((part.input_ids.numel(),), -1)
+            tokens, rows = part.audio_tokens()
+            ours[tokens] = audio[rows]
+            assert ours.tolist() == scattered[batch.positions.shard_indices(rank, 2, layout)].tolist()
+
+
+def _tiled() -> Example:
+    """Make the sequence ab <T> <T T> newline <T T> c [IMG] I [/IMG] d <T T> newline, like MiniCPM-V's processor."""
+    image: list[Segment] = [Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2)]
+    segments = SegmentTable.from_documents(
+        [[Text(2), *image, Text(2), Grid(1, 1), Text(2), Thumbnail(1, 2, tokens_after=1)]]
+    )
+    positions = place(segments, "mrope-canvas")
+    grids = segments.extents[:, segments.kind != 0].T
+    sequence = InterleavedSequence(
+        input_ids=np.arange(24),
+        token_type_ids=positions.token_types(segments),
+        segments=segments,
+        positions=positions,
+        patches=np.arange(8, dtype=np.float32)[:, None],
+        grid_thw=grids,
+        image_spans=np.array([[3, 4], [6, 8], [11, 13], [16, 17], [20, 22]]),
+        image_hashes=("a", "b", "c", "d", "e"),
+        part_offsets=np.array([0, 24]),
+    )
+    return Example("r7", sequence, np.arange(24))
+
+
+TILED = _tiled()
+
+
+@pytest.mark.parametrize(
+    ("whole", "edges"),
+    [
+        (SPOKEN, {3: "audio 0", 5: "audio 0", 9: "image 0", 18: "image 0", 20: "image 1"}),
+        (TILED, {3: "image 0", 5: "image 0", 10: "image 0", 13: "image 0", 16: "image 3", 23: "image 4"}),
+    ],
+)
+def test_a_cut_through_a_part_is_refused(whole: Example, edges: dict[int, str]) -> None:
+    for edge, name in edges.items():
+        for start, stop, which in ((edge, whole.num_tokens, "start"), (0, edge, "stop")):
+            with pytest.raises(InvalidInputError, match=f"^{which}: got {edge} inside {name}, want it between parts$"):
+                whole.slice(start, stop)
+
+
+@pytest.mark.parametrize(
+    ("whole", "sizes", "least"),
+    [(SPOKEN, [8, 11, 4], 11), (TILED, [2, 12, 10], 12), (spoken((Audio(2), True)), [4], 4)],
+)
+def test_packs_do_not_cut_a_part(whole: Example, sizes: list[int], least: int) -> None:
+    packer = Packer(12, split_text=True)
+    packs = [*packer.add(whole), *packer.flush()]
+    assert [[item.num_tokens for item in pack.examples] for pack in packs] == [[size] for size in sizes]
+    message = f"^r7: (audio|image) 0: got {least} tokens with its markers, want at most {least - 1}, or"
+    with pytest.raises(RecordError, match=message):
+        Packer(least - 1, split_text=True).add(whole)
+
+
+@pytest.mark.parametrize("examples", [[spoken(("a", True)), spoken((Audio(1), True)), SPOKEN], [TILED]])
+def test_stored_examples_are_read_back(examples: list[Example], tmp_path: Path) -> None:
+    with SequenceWriter(tmp_path / "s.parquet") as writer:
+        for item in examples:
+            writer.write(item)
+    assert_equal(list(SequenceShard(tmp_path / "s.parquet").examples()), examples)
+
+
+def test_slices_keep_thumbnails_and_tiles() -> None:
+    part = TILED.slice(1, 15).sequence
+    want = SegmentTable.from_documents([[Text(1), Thumbnail(1, 1), Tile(1, 2, tokens_after=1), Tile(1, 2), Text(1)]])
+    assert repr(vars(part.segments)) == repr(vars(want))
+    assert part.positions.dense().tolist() == TILED.sequence.positions.dense()[:, 1:15].tolist()
+    assert part.token_type_ids.tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0]
+    assert part.image_spans.tolist() == [[2, 3], [5, 7], [10, 12]]
+    assert part.patches is not None
+    assert part.patches.ravel().tolist() == [0, 1, 2, 3, 4]
+    assert TILED.slice(19, 24).sequence.image_hashes == ("e",)
+
+
+def test_images_with_tiles_are_collated() -> None:
+    batch = PackedCollator()([TILED, TILED.slice(14, 24)])
+    assert spans(batch)["image_spans"] == [[3, 4], [6, 8], [11, 13], [16, 17], [20, 22], [26, 27], [30, 32]]
+    assert batch.grid_thw.tolist() == [[1, 1, n] for n in (1, 2, 2, 1, 2, 1, 2)]
+    assert batch.patches is not None
+    assert batch.patches.ravel().tolist() == [*range(8), 5, 6, 7]

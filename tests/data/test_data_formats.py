@@ -23,22 +23,13 @@ from PIL import Image
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder, Video
 from mmpos.data.examples import Format, Location, Preprocess, RecordError
-from mmpos.data.formats import (
-    FORMATS,
-    MMC4,
-    Chat,
-    ChatTemplate,
-    FineVision,
-    HFImages,
-    LLaVA,
-    Obelics,
-    Pairs,
-    TarDocuments,
-    Texts,
-    Turn,
-)  # fmt: skip
+from mmpos.data.formats import FORMATS
+from mmpos.data.formats.chat import Chat, FineVision, LLaVA
 from mmpos.data.formats.fields import describe
 from mmpos.data.formats.images import Images
+from mmpos.data.formats.pages import MMC4, Obelics, TarDocuments
+from mmpos.data.formats.pairs import HFImages, Pairs, Texts
+from mmpos.data.formats.templates import ChatTemplate, Turn
 from mmpos.errors import ServiceUnavailableError
 from mmpos.segments import Audio, Clip
 
@@ -301,7 +292,6 @@ CASES: list[tuple[Any, Any, Any]] = [
                       "metadata": '[null, {"src": "dot.png"}]', "general_metadata": "x"}, ["A", PNG, "B\n\nC", COFFEE]),
     (Obelics(), [], "got [], want a mapping of names to values"),
     (Obelics(), {}, "images: got nothing, want a list"),
-    (Obelics(), {"images": [], "texts": []}, EMPTY),
     (Obelics(), {"images": [None], "texts": [""]}, EMPTY),
     (Obelics(), {"images": [None], "texts": ["a", "b"]}, "images: got 1 items, want 2 as in texts"),
     (Obelics(), {"images": [None], "texts": [5]}, "texts[0]: got 5, want text"),
@@ -320,7 +310,6 @@ CASES: list[tuple[Any, Any, Any]] = [
      "json.audios: got ['a.wav', None], want none, since TarDocuments does not read it"),
     (MMC4(NAMES), changed(MMC4_RECORD, ("image_info", 2, "matched_text_index"), np.int64(0)),
      [b"first.jpg", "First. Second.", b"coffee.jpg", b"chelsea.jpg", "Third."]),
-    (MMC4(NAMES), changed(MMC4_RECORD, ("image_info", 0, "image_name"), 5), "image_info[0].image_name: got 5, want "),
     *((MMC4(NAMES), changed(MMC4_RECORD, MATCHED, index), f"image_info[0].matched_text_index: got {got}, want an index "
        "into the 3 items of text_list") for index, got in
       ((3, 3), (-1, -1), (1.0, 1.0), (True, True), ("0", "'0'"), (None, "nothing"))),
@@ -341,7 +330,6 @@ CASES: list[tuple[Any, Any, Any]] = [
     *((Pairs(), {"jpg": PNG, "json": text}, rf"json: got {repr(text)[:9]}") for text in ("{", "[" * 10**5, "1" * 5000)),
     (Pairs(), {**A_PAIR, "mp4": b"..."}, "mp4: got 3 bytes, want none, since Pairs does not read it"),
     (Pairs(), {**A_PAIR, "seg.png": PNG}, f"seg.png: got {len(PNG)} bytes, want none"),
-    (Pairs(), {**A_PAIR, "heic": b"..."}, "heic: got 3 bytes, want none"),
     *((FORMATS["hf"](*names, images=LOCAL), dict(zip(names or ("image", "text"), columns, strict=True)), want)
       for names in ((), ("photo", "caption"))
       for *columns, want in (
@@ -355,9 +343,7 @@ CASES: list[tuple[Any, Any, Any]] = [
           (np.array([struct(PNG)], object), np.array(["a"]), [PNG, "a"]))),
     (HFImages(), {"text": "a", "label": 1}, "image: got columns ['text', 'label'], want a column with this name"),
     (HFImages(), {"image": None}, "text: got columns ['image'], want a column with this name"),
-    (HFImages(), {"image": None, "text": None}, EMPTY),
     (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {REFERENCE}"),
-    (HFImages(), {"image": [None], "text": ["a", "b"]}, "image: got 1 items, want 2 as in text"),
     *((HFImages(), {**A_CAT, **more}, [CAT, "a cat"]) for more in (
         {"origin": "shots/1.png"}, {"image_url": "http://host/cat.jpg"}, {"image_id": 5},
         {"images": [], "video": False, "audio": None, "photos": "[]", "clips": {"bytes": None, "path": ""}})),
@@ -388,7 +374,6 @@ CASES: list[tuple[Any, Any, Any]] = [
     (Chat(), changed(CHAT_RECORD, ("messages", 0, "role"), "bot"), f"messages[0].role: got 'bot', {ROLES}"),
     (Chat(), changed(CHAT_RECORD, ("messages", 3, "content"), None),
      "messages[3].content: got nothing, want text or a list of parts"),
-    (Chat(), changed(CHAT_RECORD, (*PART, 0, "text"), None), "messages[1].content[0].text: got nothing, want text"),
     (Chat(), changed(CHAT_RECORD, (*PART, 0, "type"), "file"), f"messages[1].content[0].type: got 'file', {KINDS}"),
     (Chat(), changed(CHAT_RECORD, (*PART, 0, "type"), "input_audio"),
      f"messages[1].content[0]: got input_audio, {NO_MEDIA}"),
@@ -413,7 +398,6 @@ CASES: list[tuple[Any, Any, Any]] = [
       for name in ("nframes", "min_frames", "max_frames", "video_start", "video_end", "sample_fps")),
     (Chat(), changed(talk("a"), ("messages", 0, "images"), ["a.jpg"]), "messages[0].images: got ['a.jpg'], want none"),
     (Chat(), user({"type": "text", "text": "a", "image": "b"}), "messages[0].content[0].image: got 'b', want none"),
-    (Chat(), talk("a", screenshot="shots/1.png"), "screenshot: got 'shots/1.png', want none"),
     (Chat(), talk("a", clip=[None, "https://host/a.MP4"]), "clip: got [None, 'https://host/a.MP4'], want none"),
     # Media beside the turns
     (Chat(images=LOCAL, media=media),
@@ -428,7 +412,6 @@ CASES: list[tuple[Any, Any, Any]] = [
     (Chat(), {"messages": [{"role": "system", "content": "A"}, *talk("B")["messages"]], "images": [PNG]},
      [("System:\nA\n\nUser:\n",), (PNG,), ("B\n\n",)]),
     (Chat(), talk("<image> and <image>", images=[PNG]), f"images: got 1 item, want 2, {EACH}"),
-    (Chat(), talk("Who?", images=[PNG, PNG]), f"images: got 2 items, want 0, {EACH}"),
     (Chat(), {"messages": [{"role": "tool", "content": "A"}], "images": [PNG]}, f"images: got 1 item, want 0, {EACH}"),
     (Chat(), user({"type": "image", "image": PNG}, images=[PNG]), f"images: got 1 item, want 0, {EACH}"),
     (Chat(), user({"type": "image", "index": 1}, images=[PNG]),
@@ -457,20 +440,17 @@ CASES: list[tuple[Any, Any, Any]] = [
     (LLaVA(media=media), llava("<image>\nWhat?", video="film"), asked(FILM, "\nWhat?")),
     (LLaVA(media=media), llava("<image><video>", video="film"), f"images: got 0 items, want 1, {EACH}"),
     (LLaVA(), llava("<audio>", audio="a.wav"), f"audio: got audio, {NO_MEDIA.replace('Chat', 'LLaVA')}"),
-    (LLaVA(), {"conversations": []}, "got none, want at least one turn"),
     (LLaVA(images=LOCAL), changed(LLAVA_RECORD, ("conversations", 0, "from"), "user"),
      "conversations[0].from: got 'user', want one of human, gpt, system"),
     (LLaVA(images=LOCAL), changed(LLAVA_RECORD, ("conversations", 1, "value"), "<image>"),
      f"image: got 1 item, want 2, {EACH}"),
     (LLaVA(images=LOCAL), {**LLAVA_RECORD, "image": None}, f"images: got 0 items, want 1, {EACH}"),
-    (LLaVA(images=LOCAL), {**LLAVA_RECORD, "image": ["a", "b"]}, f"image: got 2 items, want 1, {EACH}"),
     (LLaVA(images=LOCAL), {**LLAVA_RECORD, "images": ["a"]}, "image: got 'coffee.jpg', want nothing beside image"),
     (FineVision(), {"images": [struct(CAT), PNG], "texts": FINE_TURNS, "source": "tqa", "relevance_ratings": [4]},
      [("User:\n",), (CAT,), (PNG,), ("Who?\n\nAssistant:\n",), "A cat.\n\n",
       ("User:\nSure?\n\nAssistant:\n",), "Yes.\n\n"]),
     (FineVision(), {"images": [PNG], "texts": [{"user": "A <image>", "assistant": "B"}]},
      [("User:\nA ",), (PNG,), ("\n\nAssistant:\n",), "B\n\n"]),
-    (FineVision(), {"images": [PNG], "texts": []}, "got none, want at least one turn"),
     (FineVision(), {"images": [PNG], "texts": [{"user": "a"}]}, "texts[0].assistant: got nothing, want text"),
 ]  # fmt: skip
 
@@ -523,26 +503,23 @@ def test_media_that_cannot_be_read_are_dropped_as_a_whole(name: str, record: Any
     ("ids", "key"),
     [
         ({}, "shard-3.jsonl[17]"),
-        ({"id": "a7"}, "a7"),
+        ({"id": "a7", "__key__": "000017"}, "a7"),
         ({"id": 7}, "7"),
         ({"id": np.int64(7)}, "7"),
         ({"id": None, "__key__": "000017"}, "000017"),
-        ({"id": "a7", "__key__": "000017"}, "a7"),
-        ({"id": [1]}, "id: got [1], want text or an integer of 64 bits"),
-        ({"id": True}, "id: got True, want text or an integer of 64 bits"),
-        ({"id": 2**64}, "id: got 18446744073709551616, want text or an integer of 64 bits"),
-        ({"id": ""}, "id: got '', want a non-empty key"),
-        ({"__key__": "\ud800"}, "__key__: got text with a lone surrogate"),
+        ({"id": [1]}, "shard-3.jsonl[17]: id: got [1], want text or an integer of 64 bits"),
+        ({"id": True}, "shard-3.jsonl[17]: id: got True, want text or an integer of 64 bits"),
+        ({"id": 2**64}, "shard-3.jsonl[17]: id: got 18446744073709551616, want text or an integer of 64 bits"),
+        ({"id": ""}, "shard-3.jsonl[17]: id: got '', want a non-empty key"),
+        ({"__key__": "\ud800"}, "shard-3.jsonl[17]: __key__: got text with a lone surrogate"),
     ],
 )
 def test_the_key_is_the_id_of_the_record_or_else_its_location(ids: dict[str, object], key: str) -> None:
     try:
         got = Texts()({"text": "a", **ids}, HERE).key
     except RecordError as error:
-        got = str(error)
-        key = f"shard-3.jsonl[17]: {key}"
-    assert got.startswith(key)
-    assert got == key or ": got" in got
+        got = str(error)[: len(key)]
+    assert got == key
 
 
 RECORDS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ import torch
 
 import mmpos
 from mmpos import Grid, SequenceBuilder
-from mmpos.data import Batch, ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs
+from mmpos.data import ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs
 from mmpos.data.examples import Example, Location, RecordError
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.schemes import MRopeTransformers
@@ -20,22 +20,15 @@ from mmpos.segments import Audio
 
 TEXT = {"num_attention_heads": 2, "hidden_size": 32, "rope_theta": 1e4}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+TWO = dict.fromkeys(("num_heads", "spatial_merge_size", "temporal_patch_size"), 2)
 QWEN2_VL: dict[str, Any] = {
     "model_type": "qwen2_vl",
-    **dict(
-        zip(
-            ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-            range(7, 11),
-            strict=True,
-        )
-    ),
+    "image_token_id": 7,
+    "video_token_id": 8,
+    "vision_start_token_id": 9,
+    "vision_end_token_id": 10,
     "text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": ROPE},
-    "vision_config": {
-        "model_type": "qwen2_vl_vision",
-        **dict.fromkeys(("num_heads", "spatial_merge_size", "temporal_patch_size"), 2),
-        "embed_dim": 32,
-        "patch_size": 4,
-    },
+    "vision_config": {"model_type": "qwen2_vl_vision", **TWO, "embed_dim": 32, "patch_size": 4},
 }
 SETTINGS = mmpos.from_hf_config(QWEN2_VL)
 LLAMA = mmpos.from_hf_config({"model_type": "llama", **TEXT})
@@ -57,8 +50,9 @@ def listed(arguments: dict[str, Any]) -> dict[str, Any]:
 FIRST, SECOND = example([50], PIXELS, [60]), example([70, 80])
 
 
-def test_a_pack_has_all_arguments() -> None:
-    arguments = ModelCollator(SETTINGS, IMAGES)([FIRST, SECOND])
+@pytest.mark.parametrize("batch", [[FIRST, SECOND], PackedCollator()([FIRST, SECOND])], ids=type)
+def test_a_pack_has_all_arguments(batch: Any) -> None:
+    arguments = ModelCollator(SETTINGS, IMAGES)(batch)
     pixels = arguments.pop("pixel_values")
     torch.testing.assert_close(pixels, torch.from_numpy(IMAGES.process(PIXELS, temporal_patch_size=2).patches))
     assert (pixels.shape, pixels.dtype) == ((8, 96), torch.float32)
@@ -101,14 +95,6 @@ def test_padded_rows_have_all_arguments() -> None:
     }
 
 
-def test_a_batch_and_its_examples_produce_the_same_arguments() -> None:
-    collator = ModelCollator(SETTINGS, IMAGES)
-    batch = PackedCollator()([FIRST, SECOND])
-    got, want = collator(batch), collator([FIRST, SECOND])
-    assert list(got) == list(want)
-    assert listed(got) == listed(want)
-
-
 def test_text_has_no_image_arguments_and_shifted_labels_stay_shifted() -> None:
     collator = ModelCollator(SETTINGS)
     arguments = collator(PackedCollator()([SECOND]).shift_labels())
@@ -131,15 +117,18 @@ WRONG: Any = "x"
 OTHER, OWN = replace(IMAGES, order="raster"), replace(SETTINGS, vision_scheme=None)
 MARKED = SequenceBuilder(images=IMAGES, scheme=SETTINGS.scheme)
 WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.markers, audio=11))
+GEMMA = mmpos.from_hf_config(
+    {"model_type": "gemma3", "text_config": TEXT, "vision_config": {}}, layer_type="full_attention"
+)
+PACK = PackedCollator()([FIRST])
+PATCHES: Any = PACK.patches
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: ModelCollator(WRONG), InvalidInputError,
-         r"settings: got str, want the result of mmpos.from_hf_config"),
-        (lambda: ProcessedInputs(WRONG), InvalidInputError,
-         r"settings: got str, want the result of mmpos.from_hf_config"),
+        *((lambda kind=kind: kind(WRONG), InvalidInputError, "settings: got str, want the result of mmpos.from_hf_con")
+          for kind in (ModelCollator, ProcessedInputs)),
         (lambda: ModelCollator(SETTINGS, WRONG), InvalidInputError, "images: got str, want an ImageProcessor"),
         (lambda: ModelCollator(SETTINGS, collate=WRONG), InvalidInputError,
          "collate: got str, want a PackedCollator or a PaddedCollator"),
@@ -156,37 +145,23 @@ WITH_AUDIO = SequenceBuilder(scheme=SETTINGS.scheme, markers=replace(SETTINGS.ma
          "batch: got images without pixels, want pixels from an ImageProcessor"),
         (lambda: ModelCollator(SETTINGS, IMAGES)([example(Audio(2), builder=WITH_AUDIO)]), UnsupportedError,
          "batch: got 1 run of audio for 'qwen2_vl', want none; audio features are not passed on"),
-        (lambda: ModelCollator(SETTINGS)(_shard()), UnsupportedError,
+        (lambda: ModelCollator(SETTINGS)(PackedCollator(multiple_of=4)([SECOND]).shard(0, 2)), UnsupportedError,
          "batch: got a context-parallel shard, want the whole batch"),
         (lambda: ModelCollator(OWN, IMAGES), UnsupportedError,
          "images: got an ImageProcessor, want None: ProcessedInputs with the output of the processor of 'qwen2_vl'"),
         (lambda: ModelCollator(OWN)([FIRST]), UnsupportedError,
          "patches: got uint8, want ProcessedInputs with the output of the processor of 'qwen2_vl'"),
-        (lambda: ModelCollator(SETTINGS, IMAGES)(_with_float_patches()), InvalidInputError,
+        (lambda: ModelCollator(SETTINGS, IMAGES)(replace(PACK, patches=PATCHES.float())), InvalidInputError,
          "patches: got torch.float32, want uint8"),
-        (lambda: ModelCollator(SETTINGS, IMAGES)(_without_a_patch()), InvalidInputError,
+        (lambda: ModelCollator(SETTINGS, IMAGES)(replace(PACK, patches=PATCHES[1:])), InvalidInputError,
          "patches: got 7, want 8 as in grid_thw"),
+        (lambda: ModelCollator(GEMMA)([ProcessedInputs(GEMMA)({"input_ids": [50, 262144, 60]}, HERE)]),
+         UnsupportedError, "batch: got image placeholders for 'gemma3', want text"),
     ],
 )  # fmt: skip
 def test_batches_that_a_model_would_misread_are_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call()
-
-
-def _shard() -> Batch:
-    return PackedCollator(multiple_of=4)([SECOND]).shard(0, 2)
-
-
-def _with_float_patches() -> Batch:
-    batch = PackedCollator()([FIRST])
-    assert batch.patches is not None
-    return replace(batch, patches=batch.patches.float())
-
-
-def _without_a_patch() -> Batch:
-    batch = PackedCollator()([FIRST])
-    assert batch.patches is not None
-    return replace(batch, patches=batch.patches[1:])
 
 
 # Outputs of a processor
@@ -216,21 +191,22 @@ def test_an_example_from_processor_outputs_has_its_patches_in_token_order() -> N
     kept = processed.slice(5, 13).sequence
     assert kept.patches is not None
     assert kept.patches[:, 0].tolist() == [*range(100, 108), *range(8, 12)]
+    images = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
+    for ids in ([7, 7, 50, 7], [9, 7, 7, 50, 9, 7, 50]):  # without all markers
+        bare = ProcessedInputs(SETTINGS)({"input_ids": ids, **images}, HERE)
+        assert (bare.key, bare.sequence.image_margins) == ("processed[3]", (0, 0))
 
 
-ERNIE: dict[str, Any] = {
+ERNIE = mmpos.from_hf_config({
     "model_type": "ernie4_5_vl_moe",
-    "image_token_id": 7,
-    "video_token_id": 8,
-    "image_start_token_id": 9,
-    "image_end_token_id": 10,
+    "image_token_id": 7, "video_token_id": 8, "image_start_token_id": 9, "image_end_token_id": 10,
     "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}},
     "vision_config": {"hidden_size": 32, "num_heads": 2, "patch_size": 4},
-}
+})  # fmt: skip
 
 
 def test_a_pack_for_ernie_has_expert_types() -> None:
-    settings = mmpos.from_hf_config(ERNIE)
+    settings = ERNIE
     images = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
     make = ProcessedInputs(settings)
     records = {"input_ids": [70, 80]}, {"input_ids": [50, 9, 7, 7, 10, 60, 9, 7, 10], **images}
@@ -270,56 +246,26 @@ def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
     assert "pixel_values" not in videos
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pixel_values": RECORD["pixel_values"][1:]}, "pixel_values: got 11 patches, want 12 as in the grids"),
-        ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8 as in the grids"),
-        ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without padding"),
-        ({"input_ids": [RECORD["input_ids"][0]] * 2}, r"input_ids: got shape \(2, 13\), want \(n,\)"),
-        ({"second_per_grid_ts": [-1.0]}, r"second_per_grid_ts\[0\]: got -1.0, want > 0"),
-        ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), the shape of input_ids"),
-        ({"image_grid_thw": [[1, 2, 4], [1, 2, 4]]}, "image_grid_thw|input_ids"),
-    ],
-)
-def test_errors_name_an_inconsistent_record(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecordError, match=f"^r1: {message}"):
-        ProcessedInputs(SETTINGS)({**RECORD, **change}, HERE)
-
-
-def test_a_video_without_its_seconds_is_refused_if_ids_depend_on_them() -> None:
-    timed = ProcessedInputs(replace(SETTINGS, scheme=MRopeTransformers(tokens_per_second=2)))
-    with pytest.raises(RecordError, match=r"^r1: .* got 2 frames without a time, want second_per_grid_ts"):
-        timed(RECORD, HERE)
-
-
-GEMMA = mmpos.from_hf_config(
-    {"model_type": "gemma3", "text_config": TEXT, "vision_config": {}}, layer_type="full_attention"
-)
-PIXELS_OF_GEMMA = {"input_ids": [262144] * 2, "pixel_values": np.zeros((1, 3, 4, 4), np.float32)}
-FILM = {name: RECORD[name] for name in ("input_ids", "video_grid_thw", "pixel_values_videos")}
+TIMED = replace(SETTINGS, scheme=MRopeTransformers(tokens_per_second=2))
 
 
 @pytest.mark.parametrize(
-    ("settings", "record", "message"),
+    ("settings", "change", "message"),
     [
-        (GEMMA, PIXELS_OF_GEMMA, "pixel_values: got pixels for 'gemma3', want text only, or padded rows from its own"),
-        (mmpos.from_hf_config(ERNIE), FILM,
-         "video_grid_thw: got a video for 'ernie4_5_vl_moe', which merges frames, want only images"),
+        *((SETTINGS, change, message) for change, message in (
+            ({"pixel_values": RECORD["pixel_values"][1:]}, "pixel_values: got 11 patches, want 12 as in the grids"),
+            ({"pixel_values_videos": None}, "pixel_values_videos: got 0 patches, want 8 as in the grids"),
+            ({"attention_mask": [[0] + [1] * 12]}, "attention_mask: got padding, want one document without padding"),
+            ({"input_ids": [RECORD["input_ids"][0]] * 2}, r"input_ids: got shape \(2, 13\), want \(n,\)"),
+            ({"second_per_grid_ts": [-1.0]}, r"second_per_grid_ts\[0\]: got -1.0, want > 0"),
+            ({"labels": [1]}, r"r1: labels: got shape \(1,\), want \(13,\), the shape of input_ids"),
+            ({"image_grid_thw": [[1, 2, 4], [1, 2, 4]]}, "image_grid_thw|input_ids"),
+        )),
+        (TIMED, {}, ".* got 2 frames without a time, want second_per_grid_ts"),
+        (GEMMA, {"input_ids": [262144] * 2}, "pixel_values: got pixels for 'gemma3', want text only, or padded rows f"),
+        (ERNIE, {}, "video_grid_thw: got a video for 'ernie4_5_vl_moe', which merges frames, want only images"),
     ],
 )  # fmt: skip
-def test_inputs_not_supported_in_packs_for_a_model_are_refused(settings: Any, record: Any, message: str) -> None:
-    with pytest.raises(RecordError, match=message):
-        ProcessedInputs(settings)(record, HERE)
-
-
-def test_placeholders_without_pixels_are_refused_for_text_only_packs() -> None:
-    processed = ProcessedInputs(GEMMA)({"input_ids": [50, 262144, 60]}, HERE)
-    with pytest.raises(UnsupportedError, match=r"^batch: got image placeholders for 'gemma3', want text"):
-        ModelCollator(GEMMA)([processed])
-
-
-def test_images_without_markers_have_no_margins() -> None:
-    record = {"input_ids": [7, 7, 50], "image_grid_thw": [[1, 2, 4]], "pixel_values": np.zeros((8, 96), np.float32)}
-    processed = ProcessedInputs(SETTINGS)(record, HERE)
-    assert (processed.key, processed.sequence.image_margins) == ("processed[3]", (0, 0))
+def test_errors_name_an_inconsistent_or_unsupported_record(settings: Any, change: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=f"^r1: {message}"):
+        ProcessedInputs(settings)({**RECORD, **change}, HERE)

@@ -9,38 +9,20 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
-import planned_ranks
 import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_corpora import CORPORA, corpus
 from pyarrow import parquet
-from rank_processes import run_ranks
 
 from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
-from mmpos.data import (
-    MMC4,
-    Cost,
-    Example,
-    Headers,
-    Pack,
-    PackedCollator,
-    PlannedPack,
-    PlannedPacks,
-    Preprocess,
-    SequenceShard,
-    SequenceWriter,
-    TrainingPlan,
-    best_fit_decreasing,
-    plan,
-    read_headers,
-    shards,
-    write_index,
-    write_sequences,
-)
+from mmpos.data import MMC4, Pack, Preprocess, SequenceShard, SequenceWriter, shards, write_sequences
+from mmpos.data.packing import best_fit_decreasing
+from mmpos.data.planner.index import PlannedPack, PlannedPacks, read_headers, write_index
+from mmpos.data.planner.plan import Cost, Headers, TrainingPlan, plan
+from mmpos_bench.data import labelled
 
 LINEAR = Cost(1, 0, 0, 0)
 
@@ -97,13 +79,12 @@ def test_every_example_is_planned_once_and_fits(
 
 
 def test_examples_are_planned_window_by_window_and_a_remainder_joins_the_last() -> None:
-    whole = planned(Headers([1] * 31, [0] * 31), max_tokens=2, ranks=1, window=8)
-    packs = [pack.tolist() for (pack,) in whole.packs(0)]
+    headers, settings = Headers([1] * 31, [0] * 31), {"max_tokens": 2, "ranks": 1, "window": 8}
+    packs, other = ([pack.tolist() for (pack,) in planned(headers, **settings, seed=i).packs(0)] for i in (0, 1))
     windows = [sorted({i // 8 for i in pack}) for pack in packs]
     assert windows[:8] == [[0]] * 4 + [[1]] * 4
     assert sorted(windows[8:]) == [[2]] + [[2, 3]] * 7
-    other = planned(Headers([1] * 31, [0] * 31), max_tokens=2, ranks=1, window=8, seed=1)
-    assert [pack.tolist() for (pack,) in other.packs(0)] != packs
+    assert other != packs
 
 
 @pytest.mark.parametrize("name", CORPORA)
@@ -123,10 +104,8 @@ def test_the_microbatches_of_a_step_are_dealt_to_ranks_of_equal_cost() -> None:
     sizes = [9, 7, 6, 5, 4, 1]
     result = planned(Headers(sizes, [0] * 6), max_tokens=9, ranks=2, microbatches=3, cost=LINEAR)
     # Rounds: 9 → A, 7 → B; 6 → B (7), 5 → A (9); 4 → B (13), 1 → A (14). A has 15, and B has 17.
-    assert sorted(sorted(sizes[int(pack[0])] for pack in result.packs(rank)[0]) for rank in (0, 1)) == [
-        [1, 5, 9],
-        [4, 6, 7],
-    ]
+    dealt = sorted(sorted(sizes[int(pack[0])] for pack in result.packs(rank)[0]) for rank in (0, 1))
+    assert dealt == [[1, 5, 9], [4, 6, 7]]
     assert result.straggling == 17 / 16
 
 
@@ -137,19 +116,12 @@ def test_packs_without_images_are_marked_if_another_rank_has_an_image() -> None:
 
 
 def test_a_dummy_is_appended_to_a_pack_that_needs_an_image_and_is_not_trained_on() -> None:
-    builder = SequenceBuilder()
-    text, image = (
-        Example(name, sequence, sequence.input_ids)
-        for name, sequence in (("text", builder.build(["text"])), ("image", builder.build(["x", Grid(1, 1)])))
-    )
+    text, image = labelled("text", ["text"]), labelled("image", ["x", Grid(1, 1)])
     pack = Pack((text,), 8)
     assert PlannedPack(pack, 1.0, False).with_dummy(image) is pack
     padded = PlannedPack(pack, 1.0, True).with_dummy(image)
-    assert [example.key for example in padded.examples] == ["text", "image"]
-    assert (padded.examples[0].labels.tolist(), padded.examples[1].labels.tolist()) == (
-        text.labels.tolist(),
-        [-100] * 4,
-    )
+    labels = [(example.key, example.labels.tolist()) for example in padded.examples]
+    assert labels == [("text", text.labels.tolist()), ("image", [-100] * 4)]
     with pytest.raises(InvalidInputError, match="dummy: got an example without an image"):
         PlannedPack(pack, 1.0, True).with_dummy(text)
 
@@ -161,26 +133,6 @@ def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:
     labels = result.sums(headers.labels)
     means = np.divide(result.sums(losses), labels, where=labels > 0, out=np.zeros(labels.size))
     assert (result.weights * means).mean() == pytest.approx(losses.sum() / headers.labels.sum())
-
-
-@pytest.mark.slow
-def test_the_weighted_loss_and_gradient_of_four_ranks_match_those_of_the_documents(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    one = shard(tmp_path / "a.parquet", random.integers(12, 90, 60).tolist(), slice(3))
-    headers = read_headers([one])
-    result = planned(headers, max_tokens=160, ranks=4, microbatches=2)
-    labels = result.sums(headers.labels)
-    assert labels.min() < labels.max() / 2, "the corpus has uneven labels"
-    write_index(tmp_path / "index.parquet", result, [one])
-    run_ranks(planned_ranks.run, 4, tmp_path)
-    model = planned_ranks.model()
-    alone = [planned_ranks.losses(model, PackedCollator()([example])) for example in one.examples()]
-    assert [losses.numel() for losses in alone] == headers.labels.tolist()
-    want = torch.cat(alone).mean()
-    want.backward()
-    loss, gradient = torch.load(tmp_path / "result")
-    assert loss == pytest.approx(want.item(), rel=1e-6)
-    torch.testing.assert_close(gradient, model[0].weight.grad, rtol=1e-5, atol=1e-8)
 
 
 def test_costs_from_a_config_match_those_counted_by_hand() -> None:
@@ -207,11 +159,8 @@ def test_costs_from_a_config_match_those_counted_by_hand() -> None:
 
 def test_the_cost_of_an_example_is_that_of_its_tokens_and_of_each_image() -> None:
     headers = Headers([3, 5, 2], [0] * 3, [2, 7, 4], [2, 0, 1])
-    assert Cost(1000, 100, 10, 1).of(headers).tolist() == [
-        3000 + 900 + 90 + 4 + 49,
-        5000 + 2500,
-        2000 + 400 + 40 + 16,
-    ]
+    costs = Cost(1000, 100, 10, 1).of(headers).tolist()
+    assert costs == [3000 + 900 + 90 + 4 + 49, 5000 + 2500, 2000 + 400 + 40 + 16]
 
 
 def planning(
@@ -222,6 +171,10 @@ def planning(
     return lambda: plan(Headers(tokens, [0] * len(tokens) if labels is None else labels, patches), **options)
 
 
+WRONG: Any = 3
+FEW = "want at least {0}, one for each of the {0} packs of a step, or fewer ranks or microbatches"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -230,54 +183,34 @@ def planning(
         (planning(patches=[4]), "images: got a sum of 0, want 1 as in patches"),
         (planning(max_tokens=2), "headers.tokens[1]: got 3, want <= 2"),
         (planning(ranks=0), "ranks: got 0, want >= 1"),
-        (
-            planning(ranks=2, microbatches=2),
-            "headers: got 2 examples to plan together, want at least 4, one for each of the 4 packs of a step, "
-            "or fewer ranks or microbatches",
-        ),
-        (
-            planning([2, 3, 2, 3], ranks=3, window=2),
-            "headers: got 2 examples to plan together, want at least 3, one for each of the 3 packs of a step, "
-            "or fewer ranks or microbatches, or a larger window",
-        ),
+        (planning(ranks=2, microbatches=2), f"headers: got 2 examples to plan together, {FEW.format(4)}"),
+        (planning([2, 3, 2, 3], ranks=3, window=2),
+         f"headers: got 2 examples to plan together, {FEW.format(3)}, or a larger window"),
         (planning([2**53, 2**53]), "tokens: got a sum of 1.80144e+16, want at most 9.0072e+15"),
-        (
-            planning(cost=Cost(1.5e308)),
-            "cost: got a sum of inf over the examples, want a finite one; use smaller units",
-        ),
+        (planning(cost=Cost(1.5e308)),
+         "cost: got a sum of inf over the examples, want a finite one; use smaller units"),
         (planning(cost=3), "cost: got int, want a Cost, as returned by Cost.from_hf_config"),
-        (lambda: plan(3, max_tokens=8, ranks=1), "headers: got int, want a Headers, as returned by read_headers"),  # type: ignore[arg-type]
+        (lambda: plan(WRONG, max_tokens=8, ranks=1), "headers: got int, want a Headers, as returned by read_headers"),
         (planning(max_tokens=2**31), "max_tokens: got 2147483648, want <= 2147483647"),
         (lambda: Cost(0), "Cost.language_linear: got 0.0, want > 0; every token costs something"),
         (lambda: Cost(1, -1), "Cost.language_quadratic: got -1, want a finite number >= 0"),
         (lambda: Cost.from_hf_config({"hidden_size": 8}), "config.num_hidden_layers: got none, want an integer"),
-        (
-            lambda: read_headers(["path"]),  # type: ignore[list-item]
-            "shards[0]: got str, want a SequenceShard, as returned by SequenceShard(path)",
-        ),
-        (
-            lambda: write_index("a", None, []),  # type: ignore[arg-type]
-            "plan: got NoneType, want a TrainingPlan, as returned by mmpos.data.plan",
-        ),
+        (lambda: read_headers([WRONG]), "shards[0]: got int, want a SequenceShard, as returned by SequenceShard(path)"),
+        (lambda: write_index("a", WRONG, []), "plan: got int, want a TrainingPlan, as returned by mmpos.data.plan"),
         (lambda: write_index("a", planning()(), []), "shards: got 0 examples, want 2 as in the plan"),
     ],
-)
+)  # fmt: skip
 def test_invalid_input_is_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         call()
     assert str(error.value) == message
 
 
-def shard(path: Path, sizes: list[int], trained: slice = slice(None)) -> SequenceShard:
-    """Write examples of these sizes, each with an image of 2×3 tokens; train on only a slice of every other one."""
-    builder = SequenceBuilder()
+def shard(path: Path, sizes: list[int]) -> SequenceShard:
+    """Write examples of these sizes, each with an image of 2×3 tokens."""
     with SequenceWriter(path) as writer:
         for i, size in enumerate(sizes):
-            sequence = builder.build(["x" * (size - 8), Grid(2, 3)])
-            labels = np.full(size, -100)
-            kept = trained if i % 2 else slice(None)
-            labels[kept] = np.where(sequence.token_type_ids == 0, sequence.input_ids, -100)[kept]
-            writer.write(Example(f"{path.stem}-{i}", sequence, labels))
+            writer.write(labelled(f"{path.stem}-{i}", ["x" * (size - 8), Grid(2, 3)]))
     return SequenceShard(path)
 
 
@@ -305,33 +238,14 @@ def test_each_rank_reads_its_examples_through_the_index(tmp_path: Path) -> None:
         [list(PlannedPacks(index, rank)) for rank in (0, 1)]
 
 
-def test_an_index_made_with_relative_paths_is_right_in_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    one = shard(Path("a.parquet"), [20, 20])
-    write_index("index.parquet", planned(read_headers([one]), max_tokens=20, ranks=2), [one])
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    keys = [one.pack.examples[0].key for rank in (0, 1) for (one,) in PlannedPacks("../index.parquet", rank)]
-    assert sorted(keys) == ["a-0", "a-1"]
-
-
-def test_a_parquet_file_without_an_index_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.parquet"
-    parquet.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(
-        InvalidInputError, match=r"got another file \(version None\), want the index of a plan, version 1"
-    ):
-        PlannedPacks(path, 0)
-
-
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write an index of a.parquet with two steps for two ranks, in groups of one row."""
+    """Write an index of a.parquet, a path relative to another folder, with two steps for two ranks, in small groups."""
     monkeypatch.setattr("mmpos.data.planner.index._GROUP_ROWS", 1)
-    one = shard(tmp_path / "a.parquet", [20, 20, 20, 20])
-    write_index(tmp_path / "index.parquet", planned(read_headers([one]), max_tokens=20, ranks=2), [one])
+    with monkeypatch.context() as there:
+        there.chdir(tmp_path)
+        one = shard(Path("a.parquet"), [20, 20, 20, 20])
+        write_index("index.parquet", planned(read_headers([one]), max_tokens=20, ranks=2), [one])
     return tmp_path / "index.parquet"
 
 
@@ -341,29 +255,22 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("step", 7, "index.parquet: got 0 microbatches in step 0, want 1; the index has changed"),
         ("row", 9, "index.parquet: .*a.parquet: row: got 9, want <= 3"),
         ("tokens", 9, r"got 20 tokens in .*a.parquet\[\d\], want 9; the shard has changed"),
+        (None, {}, r"got another file \(version None\), want the index of a plan, version 1"),
+        (None, {b"mmpos.plan": b"{"}, r"got another file \(Expecting .*\), want the index of a plan, version 1"),
+        (None, {b"mmpos.plan": b"[]"}, "want the index of a plan, version 1"),
+        (None, {b"mmpos.plan": b'{"version": 1}'}, "ranks: got None, want an integer"),
     ],
 )
-def test_an_edited_index_is_refused(written: Path, column: str, value: int, message: str) -> None:
+def test_an_edited_index_is_refused(written: Path, column: str | None, value: Any, message: str) -> None:
     table = parquet.read_table(written)
-    i = table.schema.get_field_index(column)
-    field = table.schema.field(i)
-    parquet.write_table(table.set_column(i, field, pa.array([value] * 4, field.type)), written)
+    if column is None:
+        table = table.replace_schema_metadata(value)
+    else:
+        field = table.schema.field(column)
+        table = table.set_column(table.schema.get_field_index(column), field, pa.array([value] * 4, field.type))
+    parquet.write_table(table, written)
     with pytest.raises(InvalidInputError, match=message):
         list(PlannedPacks(written, 0))
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        (b"{", r"got another file \(Expecting .*\), want the index of a plan, version 1"),
-        (b"[]", "want the index of a plan, version 1"),
-        (b'{"version": 1}', "ranks: got None, want an integer"),
-    ],
-)
-def test_an_index_with_edited_metadata_is_refused(written: Path, facts: bytes, message: str) -> None:
-    parquet.write_table(parquet.read_table(written).replace_schema_metadata({b"mmpos.plan": facts}), written)
-    with pytest.raises(InvalidInputError, match=message):
-        PlannedPacks(written, 0)
 
 
 def test_a_flipped_bit_never_changes_packs_silently(written: Path) -> None:
@@ -389,8 +296,11 @@ def test_a_flipped_bit_never_changes_packs_silently(written: Path) -> None:
         assert got == want
 
 
-def test_every_iteration_begins_at_the_first_step_and_steps_begins_at_any(written: Path) -> None:
-    packs = PlannedPacks(written, 0)
+def test_every_iteration_begins_at_the_first_step_and_steps_begins_at_any(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    packs = PlannedPacks(f"{tmp_path.name}/index.parquet", 0)
 
     def keys(steps: Iterable[list[PlannedPack]]) -> list[str]:
         return [one.pack.examples[0].key for (one,) in steps]
@@ -405,9 +315,6 @@ def test_every_iteration_begins_at_the_first_step_and_steps_begins_at_any(writte
         next(packs.steps(3))
     with pytest.raises(InvalidInputError, match="rank: got 2, want <= 1"):
         PlannedPacks(written, 2)
-
-
-def test_a_missing_shard_or_index_is_named(written: Path) -> None:
     written.with_name("a.parquet").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.parquet"):
         next(iter(PlannedPacks(written, 0)))
@@ -415,47 +322,40 @@ def test_a_missing_shard_or_index_is_named(written: Path) -> None:
         PlannedPacks(written.with_name("none.parquet"), 0)
 
 
-def test_the_command_writes_an_index_and_a_report(
+def test_the_command_writes_an_index_and_a_report_or_names_the_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "ab":
         shard(tmp_path / f"{name}.parquet", [20, 30, 40, 60] * 4)
-    index = tmp_path / "index.parquet"
+    index, headers = tmp_path / "index.parquet", Mock(wraps=read_headers)
+    monkeypatch.setattr("mmpos.data.read_headers", headers)
     (tmp_path / "config.json").write_text('{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}')
-    words = ["data", "plan", f"{tmp_path}/?.parquet", "-o", str(index), "--config", str(tmp_path)]
-    assert main([*words, "--ranks", "2", "--max-tokens", "128"]) == 0
+    words = ["data", "plan", f"{tmp_path}/?.parquet", "--config", str(tmp_path), "--patches-per-token", "16"]
+    assert main([*words, "-o", str(index), "--ranks", "2", "--max-tokens", "128"]) == 0
     report = capsys.readouterr().out
     assert "32, with 1,200 tokens" in report
     assert "of 2 ranks and 1 microbatch" in report
     assert sum(len(one.pack.examples) for rank in (0, 1) for step in PlannedPacks(index, rank) for one in step) == 32
-    headers = Mock(wraps=read_headers)
-    monkeypatch.setattr("mmpos.data.read_headers", headers)
-    assert main([*words, "--patches-per-token", "16"]) == 0
     assert headers.call_args.kwargs == {"patches_per_token": 16}
-
-
-def test_the_command_names_an_overlong_example_and_refuses_an_output_of_another_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, sizes in {"a": [20, 30], "b": [40, 136, 200]}.items():
-        shard(tmp_path / f"{name}.parquet", sizes)
-    words = ["data", "plan", f"{tmp_path}/?.parquet", "--max-tokens", "100", "-o"]
-    assert main([*words, str(tmp_path / "index.parquet")]) == 2
-    line = f"{tmp_path}/b.parquet[1]: got 136 tokens, want <= --max-tokens 100 (key 'b-1')"
-    assert line in capsys.readouterr().err
-    assert main([*words, "index.csv"]) == 2
-    assert "--output: got 'index.csv', want a file ending in .parquet" in capsys.readouterr().err
+    shard(tmp_path / "b.parquet", [40, 136, 200])
+    for output, message in (
+        (str(index), f"{tmp_path}/b.parquet[1]: got 136 tokens, want <= --max-tokens 100 (key 'b-1')"),
+        ("index.csv", "--output: got 'index.csv', want a file ending in .parquet"),
+        ("s3://k:s@b/a.parquet", "--output: got a URL with the scheme s3 and credentials"),
+    ):
+        assert main([*words, "--max-tokens", "100", "-o", output]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_command_plans_the_files_of_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text_list": ["some words"], "image_info": []}\n' * 4)
-    ready, index = tmp_path / "ready", tmp_path / "index.parquet"
-    preprocess = Preprocess(MMC4(), SequenceBuilder())
+    ready, preprocess = tmp_path / "ready", Preprocess(MMC4(), SequenceBuilder())
     write_sequences(shards(tmp_path / "a.jsonl"), ready, preprocess)
     shard(ready / "stray.parquet", [20])
-    command = ["data", "plan", str(ready), "-o", str(index)]
+    command = ["data", "plan", str(ready), "-o", "memory://plans/index.parquet"]
     assert main(command) == 0
     assert "4, with 40 tokens" in capsys.readouterr().out
+    assert len(PlannedPacks(command[-1], 0)) == 1
     (ready / "a.parquet").unlink()
     assert main(command) == 2
     assert f"{ready}/_run.json: got 0 of the files of a.jsonl, want all" in capsys.readouterr().err

@@ -1,23 +1,27 @@
-"""Preprocessed sequences in Parquet files: examples are read back unchanged, and other files are refused."""
+"""Preprocessed sequences: read back unchanged from Parquet files, and made from records by a stage of any engine."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable
+import pickle
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import parquet
 from results import assert_equal
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, SegmentTable, SequenceBuilder, Text, UnsupportedError, place
-from mmpos.data import storage
-from mmpos.data.examples import Example, Location, RecordError
+from mmpos.data import SCHEMA, Location, Pairs, Preprocess, Stage, read_examples, sequence_shards, storage
+from mmpos.data.examples import Example, RecordError
 from mmpos.data.readers import Reader
 from mmpos.data.storage import SequenceRows, SequenceShard, SequenceWriter, get_example
 from mmpos.schemes import SCHEMES, RopeTie, Scheme
@@ -52,11 +56,6 @@ def test_examples_of_every_scheme_are_read_back_unchanged(tmp_path: Path, scheme
     assert shard.count() == len(examples)
 
 
-def test_first_frames_are_not_stored(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"^sizes: segments\.first_frame: got one, want None"):
-        written(tmp_path / "x.parquet", [example("sizes", ["a", Grid(2, 3, first_frame=0)], "cosmos3")])
-
-
 def test_float_patches_times_separators_slices_and_schemes_without_text_are_read_back(tmp_path: Path) -> None:
     pixels = example("f", ["ab", PHOTO, "cd"], dtype="float32")
     assert pixels.sequence.patches is not None
@@ -84,13 +83,6 @@ def test_float_patches_times_separators_slices_and_schemes_without_text_are_read
             assert_equal(got, want)
 
 
-def test_arrays_that_are_read_back_are_writeable(tmp_path: Path) -> None:
-    (got,) = written(tmp_path / "x.parquet", [example("a", ["ab", PHOTO])]).examples()
-    assert got.sequence.patches is not None
-    for array in (got.sequence.input_ids, got.labels, got.sequence.patches, got.sequence.grid_thw):
-        assert array.flags.writeable
-
-
 @pytest.mark.parametrize(("bound", "value"), [("GROUP_ROWS", 3), ("GROUP_BYTES", 5_000)])
 def test_row_groups_are_bounded_and_reading_can_start_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
@@ -108,19 +100,14 @@ def test_row_groups_are_bounded_and_reading_can_start_anywhere(
     rows.close()
     with pytest.raises(InvalidInputError, match="start: got -1, want >= 0"):
         next(shard.examples(-1))
-
-
-def test_a_loader_reads_ready_files_like_other_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "GROUP_ROWS", 2)
-    examples = [example(str(i), ["ab", PHOTO]) for i in range(7)]
-    shard = written(tmp_path / "x.parquet", examples)
-    assert isinstance(shard, Reader)
-    records = [(location, get_example(raw, location)) for location, raw in shard.records(1, 3) if isinstance(raw, dict)]
-    assert [(str(location), item.key) for location, item in records] == [
-        (f"{shard.path}[1]", "1"),
-        (f"{shard.path}[4]", "4"),
-    ]
-    assert_equal(records[1][1], examples[4])
+    assert isinstance(shard, Reader)  # for a loader
+    records = [(str(here), get_example(raw, here)) for here, raw in shard.records(1, 4) if isinstance(raw, dict)]
+    assert_equal(records, [(f"{shard.path}[{i}]", examples[i]) for i in (1, 5, 9)])
+    patches: Any = records[0][1].sequence.patches
+    for array in (records[0][1].sequence.input_ids, records[0][1].labels, patches, records[0][1].sequence.grid_thw):
+        assert array.flags.writeable
+    shard = written(tmp_path / "x.parquet", [])
+    assert (list(shard.examples()), shard.count(), shard.lengths.tolist(), shard.facts) == ([], 0, [], {})
 
 
 def test_equal_examples_produce_equal_files_and_facts_are_kept(tmp_path: Path) -> None:
@@ -132,25 +119,26 @@ def test_equal_examples_produce_equal_files_and_facts_are_kept(tmp_path: Path) -
     assert SequenceShard(tmp_path / "a").facts == {"source": "shard.tar"}
 
 
-def test_a_file_without_examples_is_valid(tmp_path: Path) -> None:
-    shard = written(tmp_path / "x.parquet", [])
-    assert (list(shard.examples()), shard.count(), shard.lengths.tolist(), shard.facts) == ([], 0, [], {})
-
-
 def test_invalid_examples_are_refused(tmp_path: Path) -> None:
     two = place(SegmentTable.from_documents([[Text(1)], [Text(1)]]))
-    one = example("one", ["ab"])
+    one, doubles = example("one", ["ab"]), np.zeros((1, 2, 2, 3))
     with SequenceWriter(tmp_path / "x.parquet") as writer:
         writer.write(one)
-        with pytest.raises(InvalidInputError, match="flat: positions: got 1 axis, want 2 as in earlier examples"):
-            writer.write(example("flat", ["a"], "flatten"))
-        with pytest.raises(InvalidInputError, match="one: positions: got 2 documents, want one"):
-            writer.write(replace(one, sequence=replace(one.sequence, positions=two)))
-        with pytest.raises(InvalidInputError, match="key: got text with a lone surrogate"):
-            writer.write(replace(one, key="\ud800"))
-        doubles = replace(one.sequence, patches=np.zeros((1, 2, 2, 3)))
-        with pytest.raises(InvalidInputError, match="one: patches: got float64, want uint8 or float32"):
-            writer.write(replace(one, sequence=doubles))
+        for invalid, message in (
+            (example("flat", ["a"], "flatten"), "flat: positions: got 1 axis, want 2 as in earlier examples"),
+            (replace(one, sequence=replace(one.sequence, positions=two)), "one: positions: got 2 documents, want one"),
+            (replace(one, key="\ud800"), "key: got text with a lone surrogate"),
+            (
+                replace(one, sequence=replace(one.sequence, patches=doubles)),
+                "one: patches: got float64, want uint8 or ",
+            ),
+            (
+                example("sizes", [Grid(2, 3, first_frame=0)], "cosmos3"),
+                "sizes: segments.first_frame: got one, want None",
+            ),
+        ):
+            with pytest.raises((InvalidInputError, UnsupportedError), match=message):
+                writer.write(invalid)
     assert [item.key for item in SequenceShard(tmp_path / "x.parquet").examples()] == ["one"]
 
 
@@ -184,19 +172,20 @@ def test_rows_with_an_error_are_left_out_wherever_they_stand(tmp_path: Path, mon
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.parquet"
-    path.write_bytes(b"no parquet at all")
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want preprocessed sequences"):
-        SequenceShard(path).count()
-    parquet.write_table(pa.table({"key": ["a"]}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got a Parquet file without the column 'error', want"):
-        next(SequenceShard(path).examples())
-    footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
-    parquet.write_table(pa.table({"a": [1]}).replace_schema_metadata({"mmpos": footer}), path)
-    with pytest.raises(InvalidInputError, match=r"x\.parquet: got sequences of version 1, want 4; write them again"):
-        next(SequenceShard(path).examples())
+    shard = SequenceShard(tmp_path / "x.parquet")
     with pytest.raises(FileNotFoundError):
-        SequenceShard(tmp_path / "none.parquet").count()
+        shard.count()
+    Path(shard.path).write_bytes(b"no parquet at all")
+    with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want preprocessed sequences"):
+        shard.count()
+    footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
+    for metadata, message in (({}, "a Parquet file without the column 'error', want"),
+                              ({"mmpos": footer}, "sequences of version 1, want 4; write them again")):  # fmt: skip
+        parquet.write_table(pa.table({"key": ["a"]}).replace_schema_metadata(metadata), shard.path)
+        with pytest.raises(InvalidInputError, match=rf"x\.parquet: got {message}"):
+            next(shard.examples())
+    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want a record of a SequenceShard"):
+        get_example({"text": "a"}, Location("a.parquet", 3))
 
 
 @pytest.mark.parametrize(
@@ -204,13 +193,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     [
         ("labels", [1], r"a: labels: got shape \(1,\), want \(2,\)"),
         ("num_tokens", 3, "num_tokens: got 3, want 2, the size of input_ids"),
-        (
-            "image_spans",
-            np.array([[1, 2]]).tobytes(),
-            r"image_spans: got \[\[1, 2\]\] with margins of 1 and 1 tokens, want spans in order within 2 tokens",
-        ),
+        ("image_spans", np.array([[1, 2]]).tobytes(),
+         r"image_spans: got \[\[1, 2\]\] with margins of 1 and 1 tokens, want spans in order within 2 tokens"),
     ],
-)
+)  # fmt: skip
 def test_errors_name_an_inconsistent_row(tmp_path: Path, column: str, value: object, message: str) -> None:
     shard = written(tmp_path / "x.parquet", [example("a", ["ab"])])
     rows = parquet.read_table(shard.path)
@@ -236,6 +222,180 @@ def test_a_flipped_bit_causes_an_error_that_names_the_file(tmp_path: Path) -> No
     assert (str(location), type(error)) == (f"{shard.path}[0]", RecordError)
 
 
-def test_a_raw_record_is_refused() -> None:
-    with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want a record of a SequenceShard"):
-        get_example({"text": "a"}, Location("a.parquet", 3))
+def photo(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (16, 24, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+IMAGES = ImageProcessor("pillow", patch_size=4, min_pixels=64, dtype="uint8")
+PREPROCESS = Preprocess(Pairs(), SequenceBuilder(images=IMAGES))
+STAGE = Stage(PREPROCESS, source="path", index="row")
+RECORDS: list[dict[str, Any]] = [{"jpg": photo(i), "txt": f"photo {i}", "path": "a.tar", "row": i} for i in range(4)]
+RECORDS[2] |= {"jpg": b"no image", "txt": "broken"}
+DATASET = datasets.Dataset.from_list(RECORDS)
+BATCHED = "want an array or a list of values; Dataset.map passes batches if batched=True"
+
+
+def columns() -> dict[str, Any]:
+    return {name: np.array([record[name] for record in RECORDS], object) for name in RECORDS[0]}
+
+
+LISTS = {name: list(column) for name, column in columns().items()}
+
+
+@pytest.mark.parametrize(
+    "block", [pa.Table.from_pylist(RECORDS), pa.RecordBatch.from_pylist(RECORDS), columns(), LISTS], ids=type
+)
+def test_records_become_examples_or_errors_in_order(block: Any) -> None:
+    output = pickle.loads(pickle.dumps(STAGE))(block)
+    assert output.schema == SCHEMA
+    assert [error is not None for error in output["error"].to_pylist()] == [False, False, True, False]
+    assert output["key"][2].as_py() == "a.tar[2]"
+    assert "a.tar[2]: " in output["error"][2].as_py()
+    wanted = [PREPROCESS(RECORDS[i], Location("a.tar", i)) for i in (0, 1, 3)]
+    for got, want in zip(read_examples(output), wanted, strict=True):
+        assert_equal(got, want)
+    empties: list[Any] = [{}, pa.Table.from_pylist([])]
+    for empty in empties:
+        assert (STAGE(empty).num_rows, STAGE(empty).schema) == (0, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: STAGE([1]), "block: got list, want an Arrow table, or numpy columns or lists by name"),
+        (lambda: STAGE({"a": np.zeros(2), "b": np.zeros(3)}), "block: got columns of 2, 3 rows, want equal numbers"),
+        (lambda: STAGE({"txt": np.zeros(2)}), "path: got no column 'path', want one of txt"),
+        (lambda: STAGE({"txt": np.array("a")}), f"block: got ndarray in the column 'txt', {BATCHED}"),
+        (lambda: DATASET.map(STAGE), f"block: got bytes in the column 'jpg', {BATCHED}"),
+        (lambda: DATASET.with_format("arrow").map(STAGE, with_indices=True),
+         "indices: got 0, want a number for each record; Dataset.map passes batches if batched=True"),
+        (lambda: Stage(cast(Any, lambda record, here: None))({"txt": np.zeros(1)}, [5]),
+         "preprocess: got NoneType for records[5], want an Example"),
+        (lambda: Stage(PREPROCESS, source=cast(Any, 3)), "source: got 3, want the name of a column or None"),
+        (lambda: STAGE(columns(), [1]), "indices: got 1 for 4 records, want one for each record"),
+        (lambda: Stage(PREPROCESS, index="txt")(LISTS), "index: got 'photo 0' in the column 'txt', want an integer"),
+        (lambda: list(read_examples(cast(Any, {}))), "block: got dict, want an Arrow table"),
+        (lambda: Stage(cast(Any, 3)), "preprocess: got int, want a callable that takes a record and a location"),
+        (lambda: list(read_examples(pa.table({"a": [1]}))), "block: got no column 'key', want the columns of a Stage"),
+        (lambda: list(read_examples(pa.table({name: ["a"] for name in SCHEMA.names}))),
+         "block.dropped_images: got string, want list<item: string>"),
+    ],
+)  # fmt: skip
+def test_invalid_blocks_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_invalid_utf8_causes_an_error_only_for_its_record() -> None:
+    table = pa.Table.from_pylist(RECORDS[:2])
+    texts = pa.array([b"\xff\xfe", b"photo"]).view(pa.string())
+    output = STAGE(table.set_column(1, "txt", texts))
+    assert [error is None for error in output["error"].to_pylist()] == [False, True]
+    paths = {**columns(), "path": np.array(["\ud800"] * 4, object)}
+    assert STAGE(paths)["key"].to_pylist() == [f"\\ud800[{i}]" for i in range(4)]
+
+
+@pytest.mark.parametrize(("name", "value"), [("table", None), ("axes", None), ("axes", 7), ("patches_dtype", "x")])
+def test_errors_name_the_index_of_an_invalid_row(name: str, value: object) -> None:
+    output = STAGE(pa.Table.from_pylist(RECORDS[:2]))
+    i = output.schema.get_field_index(name)
+    column = [output[name][0].as_py(), value]
+    with pytest.raises(InvalidInputError, match=r"block\[1\]: got an invalid row"):
+        list(read_examples(output.set_column(i, output.schema.field(i), pa.array(column, output.schema.field(i).type))))
+
+
+def test_a_configuration_error_is_not_a_record_error() -> None:
+    stage = Stage(Preprocess(Pairs(), SequenceBuilder()))
+    with pytest.raises(UnsupportedError, match=r"^records\[\d+\]: parts\[0\]: ") as raised:
+        stage(pa.Table.from_pylist(RECORDS))
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_keys_are_unique_in_a_data_set_and_the_same_in_every_run() -> None:
+    rows = [{"jpg": photo(i % 5), "txt": f"photo {i}"} for i in range(40)]
+    tables = [pa.Table.from_pylist(rows[a : a + 8]) for a in range(0, 40, 8)]
+    keys = [key for table in tables for key in Stage(PREPROCESS)(table)["key"].to_pylist()]
+    assert len(set(keys)) == 40
+    same = Stage(PREPROCESS)({"jpg": [b"x"], "txt": ["a"]})["key"].to_pylist()
+    assert same == ["records[39603154542049848]"]  # in every process and run
+    one, equal, nested, other = (
+        Stage(PREPROCESS)({"n": column})["key"].to_pylist() for column in ([0], np.arange(1), [[[1], []]], [[[], [1]]])
+    )
+    assert one == equal != nested != other
+    twice = Stage(PREPROCESS)(pa.Table.from_pylist([rows[0]] * 3))["key"].to_pylist()
+    assert len(set(twice)) == 3
+    numbered = Stage(PREPROCESS)({"jpg": [photo(0)] * 2, "txt": ["a", "b"]}, [7, 9])
+    assert numbered["key"].to_pylist() == ["records[7]", "records[9]"]
+
+
+# The pipelines of docs/data-engines.md, from files to files
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Write the records to two Parquet files, three times each."""
+    for name in "ab":
+        rows = [{"id": f"{name}-{i}", "jpg": RECORDS[i % 4]["jpg"], "txt": f"{name} {i}"} for i in range(12)]
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet", row_group_size=4)
+    return tmp_path
+
+
+def check(folder: Path) -> None:
+    """Check that a folder holds every record of ``pairs`` once, as an example or as an error."""
+    shards = sequence_shards(folder)
+    for shard in shards:
+        for example in shard.examples():
+            i = int(example.key[2:])
+            record = {"id": example.key, "jpg": RECORDS[i % 4]["jpg"], "txt": f"{example.key[0]} {i}"}
+            assert_equal(example, PREPROCESS(record, Location("any", 0)))
+    keys = sorted(example.key for shard in shards for example in shard.examples())
+    assert keys == sorted(f"{name}-{i}" for name in "ab" for i in range(12) if i % 4 != 2)
+    errors = [error for shard in shards for error in shard.errors().values()]
+    assert len(errors) == len({key for shard in shards for key in shard.errors()}) == 6
+    assert all("image" in error for error in errors)
+
+
+@pytest.fixture
+def local_ray() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("local_ray")
+def test_ray_data_runs_the_stage(pairs: Path) -> None:
+    run_block("Ray Data", pairs)
+    check(pairs / "ready")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_daft_runs_the_stage(pairs: Path) -> None:
+    pytest.importorskip("daft")
+    run_block("Daft", pairs)
+    check(pairs / "ready")
+
+
+@pytest.mark.slow
+def test_datasets_runs_the_stage(pairs: Path) -> None:
+    run_block("Hugging Face datasets", pairs)
+    (pairs / "ready").mkdir()
+    (pairs / "ready.parquet").rename(pairs / "ready/0.parquet")
+    check(pairs / "ready")
+
+
+def run_block(title: str, folder: Path) -> None:
+    """Run the pipeline below this heading of the page, with its paths in a folder."""
+    page = (Path(__file__).parents[2] / "docs/data-engines.md").read_text()
+    code = page.split(f"## {title}\n")[1].split("```")[1].partition("\n")[2]
+    assert len([line for line in code.splitlines() if line]) <= 10
+    exec(code.replace('"pairs', f'"{folder}').replace('"ready', f'"{folder}/ready'), {"preprocess": PREPROCESS})

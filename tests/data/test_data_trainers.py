@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from two_ranks import Shards, as_keys, loader, run
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.collate import PackedCollator, PaddedCollator
-from mmpos.data.examples import Example, OnImageError, Preprocess
+from mmpos.data.examples import Example, Preprocess
 from mmpos.data.formats import Chat, ChatTemplate
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
@@ -53,24 +52,27 @@ def test_a_dispatcher_raises_an_error_that_names_the_remedy(collate: Any, batche
         dispatch([arguments], 0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_accelerate_names_the_remedy_for_a_batch_in_a_dispatcher(ranks: int) -> None:
-    verb = "find the batch size of" if ranks == 1 else "concatenate"
-    remedy = r"which stays whole: load it through mmpos\.data\.RankLoader\(DataLoader\(dataset, batch_size=None\)\)"
-    with pytest.raises(
-        TypeError, match=rf"^Can only {verb} tensors but got <class 'mmpos\.data\.batch\.Batch'>, {remedy}"
-    ):
-        dispatch([PackedCollator()(examples())] * ranks, 0)
+BATCH: Any = PackedCollator()(examples())
+WHOLE = (
+    r"tensors but got <class 'mmpos\.data\.batch\.Batch'>, which stays whole: load it through mmpos\.data\.RankLoader"
+    r"\(DataLoader\(dataset, batch_size=None\)\)"
+)
+INSTEAD = r"batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
 
 
-def test_a_batch_is_not_a_mapping_of_arguments() -> None:
-    batch: Any = PackedCollator()(examples())
-    reads: list[Callable[[], object]] = [lambda: "labels" in batch, lambda: batch["labels"], lambda: list(batch)]
-    for read in reads:
-        with pytest.raises(
-            UnsupportedError, match=r"^batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
-        ):
-            read()
+@pytest.mark.parametrize(
+    ("read", "error", "message"),
+    [
+        (lambda: dispatch([BATCH], 0), TypeError, f"Can only find the batch size of {WHOLE}"),
+        (lambda: dispatch([BATCH, BATCH], 0), TypeError, f"Can only concatenate {WHOLE}"),
+        (lambda: "labels" in BATCH, UnsupportedError, INSTEAD),
+        (lambda: BATCH["labels"], UnsupportedError, INSTEAD),
+        (lambda: list(BATCH), UnsupportedError, INSTEAD),
+    ],
+)
+def test_a_batch_is_no_mapping_of_arguments_and_is_not_divided(read: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        read()
 
 
 def test_moving_collating_and_copying_leaves_arguments_unchanged() -> None:
@@ -89,27 +91,18 @@ def test_moving_collating_and_copying_leaves_arguments_unchanged() -> None:
 # Ranks
 
 
-class Epochs:
+class Epochs(list[int]):
     """Dataset that records calls to set_epoch."""
 
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.seen.append(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((1, 2))
+    set_epoch = list[int].append
 
 
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
 def test_one_rank_yields_all_batches_and_set_epoch_reaches_the_dataset(even: Even | None) -> None:
-    dataset = Epochs()
-    ranked = RankLoader(dataset, even)
+    ranked = RankLoader(Epochs([1, 2]), even)
     assert list(ranked) == list(ranked) == [1, 2]
     ranked.set_epoch(3)
-    assert dataset.seen == [3]
-    assert ranked.dataset is dataset
+    assert ranked.dataset == [1, 2, 3]
     RankLoader([1]).set_epoch(3)
 
 
@@ -126,47 +119,22 @@ def test_accelerate_does_not_split_a_dataset_over_ranks_a_second_time() -> None:
         generator(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1], "pad"), "even: got 'pad', want one of None, 'drop', 'repeat'"),
-        ((5,), r"^loader: got int, want a DataLoader or another iterable$"),
-    ],
-)
-def test_arguments_are_checked_on_construction(arguments: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        RankLoader(*arguments)
-
-
-def interrupted(make: Callable[[], RankLoader[Any]], steps: int) -> tuple[list[Any], list[Any]]:
-    """Return the batches after this number of steps, from the same loader and from a loader resumed at that state."""
-    first, second = make(), make()
-    batches = iter(first)
-    for _ in range(steps):
-        next(batches)
-    state = json.loads(json.dumps(first.state_dict()))
-    second.load_state_dict(state)
-    return list(batches), list(second)
-
-
 def packs_of_forty() -> RankLoader[Any]:
     """Create a loader that yields packs as lists of their documents' keys."""
     dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys, seed=3, shuffle=9)
     return RankLoader(DataLoader(dataset, batch_size=None), "repeat")
 
 
-@pytest.mark.parametrize("steps", [0, 1, 4])
-def test_one_rank_resumes_from_its_state(steps: int) -> None:
-    rest, resumed = interrupted(packs_of_forty, steps)
-    assert resumed == rest == list(packs_of_forty())[steps:]
-
-
-def test_a_state_at_the_end_of_an_epoch_yields_no_batches_before_the_next_epoch() -> None:
-    first = packs_of_forty()
-    epoch = list(first)
-    resumed = packs_of_forty()
-    resumed.load_state_dict(first.state_dict())
-    assert (list(resumed), list(resumed)) == ([], epoch)
+def test_one_rank_resumes_from_its_state_also_at_the_end_of_an_epoch() -> None:
+    epoch = list(packs_of_forty())
+    for steps in (0, 1, 4, len(epoch)):
+        first, resumed = packs_of_forty(), packs_of_forty()
+        batches = iter(first)
+        for _ in range(steps + (steps == len(epoch))):
+            next(batches, None)
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert list(batches) == list(resumed) == epoch[steps:]
+        assert list(resumed) == epoch
 
 
 def test_an_endless_loader_continues_across_epochs_and_resumes_despite_set_epoch() -> None:
@@ -187,18 +155,26 @@ def test_an_endless_loader_continues_across_epochs_and_resumes_despite_set_epoch
     resumed.set_epoch(0)
     assert [batch for batch, _ in zip(resumed, range(3), strict=False)][:2] == want[-2:]
     assert resumed.state_dict()["epoch"] == 3
-    with pytest.raises(InvalidInputError, match=r"^loader: got an epoch without batches, want at least one"):
-        list(RankLoader([], endless=True))
 
 
-def test_loaders_without_a_state_and_invalid_states_are_refused() -> None:
-    stateless = RankLoader([1])
-    with pytest.raises(UnsupportedError, match=r"^loader: got list without a state, want a StatefulDataLoader or a B"):
-        stateless.state_dict()
-    invalid: list[tuple[Any, str]] = [({"version": 0}, "version 0"), (3, "int")]
-    for state, got in invalid:
-        with pytest.raises(InvalidInputError, match=f"^state: got {got}, want version 1 from state_dict"):
-            stateless.load_state_dict(state)
+WRONG: Any = 3
+OLD: Any = {"version": 0}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RankLoader([1], WRONG), "even: got 3, want one of None, 'drop', 'repeat'"),
+        (lambda: RankLoader(WRONG), "loader: got int, want a DataLoader or another iterable"),
+        (lambda: list(RankLoader([], endless=True)), "loader: got an epoch without batches, want at least one"),
+        (lambda: RankLoader([1]).state_dict(), "loader: got list without a state, want a StatefulDataLoader or a B"),
+        (lambda: RankLoader([1]).load_state_dict(OLD), "state: got version 0, want version 1 from state_d"),
+        (lambda: RankLoader([1]).load_state_dict(WRONG), "state: got int, want version 1 from state_dict"),
+    ],
+)
+def test_invalid_arguments_and_states_are_refused(call: Any, message: str) -> None:
+    with pytest.raises((InvalidInputError, UnsupportedError), match=f"^{message}"):
+        call()
 
 
 # Steps
@@ -228,42 +204,38 @@ def test_the_number_of_batches_is_computed_from_lengths(batching: Any, rank: int
             shards, Shards.example, batching, as_keys, seed=2, shuffle=4, split=split, rank=rank, world_size=2
         )
         dataset.set_epoch(5)
-        ranked = RankLoader(
-            DataLoader(
-                dataset, batch_size=None, num_workers=workers, multiprocessing_context="fork" if workers else None
-            )
-        )
-        assert ranked.steps_per_epoch == len(list(ranked))
+        context = "fork" if workers else None
+        loads = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
+        assert RankLoader(loads).steps_per_epoch == len(list(loads))
 
 
-@pytest.mark.parametrize(("policy", "steps"), [(None, 5), ("raise", 5), ("drop", None), ("skip-document", None)])
-def test_steps_are_unknown_if_documents_may_be_skipped(
-    policy: OnImageError | None, steps: int | None, tmp_path: Path
+def chat(policy: Any) -> Preprocess:
+    return Preprocess(Chat(ChatTemplate()), SequenceBuilder(images=ImageProcessor("pillow")), on_image_error=policy)
+
+
+PLAIN, SIZED = Shards("a", 9), Sized("a", 9)
+
+
+@pytest.mark.parametrize(
+    ("shard", "batching", "preprocess", "steps"),
+    [
+        (PLAIN, Batcher(2), Shards.example, 5),
+        (SIZED, Packer(60), Shards.example, 3),
+        (PLAIN, Packer(60), Shards.example, None),
+        (PLAIN, Batcher(2, max_tokens=40), Shards.example, None),
+        (SIZED, Packer(60, split_text=True), Shards.example, None),
+        (SIZED, Packer(60, overlong="truncate"), Shards.example, None),
+        *((PLAIN, Batcher(2), chat(policy), steps)
+          for policy, steps in ((None, 5), ("raise", 5), ("drop", None), ("skip-document", None))),
+    ],
+)  # fmt: skip
+def test_steps_are_unknown_without_sizes_or_if_texts_are_cut_or_documents_skipped(
+    shard: Any, batching: Any, preprocess: Any, steps: int | None
 ) -> None:
-    preprocess = Preprocess(
-        Chat(ChatTemplate()), SequenceBuilder(images=ImageProcessor("pillow")), on_image_error=policy
-    )
-    dataset = BatchDataset([Shards("a", 9)], preprocess, Batcher(2), quarantine=tmp_path)
-    assert RankLoader(DataLoader(dataset, batch_size=None)).steps_per_epoch == steps
-
-
-def test_steps_are_unknown_without_sizes_or_if_texts_are_cut() -> None:
-    def steps(shard: Any, batching: Any, **options: Any) -> int | None:
-        return RankLoader(
-            DataLoader(BatchDataset([shard], Shards.example, batching, **options), batch_size=None)
-        ).steps_per_epoch
-
-    plain, sized = Shards("a", 9), Sized("a", 9)
-    assert steps(plain, Batcher(2)) == 5
-    assert steps(sized, Packer(60)) == 3
-    unknown = [
-        steps(plain, Packer(60)),
-        steps(plain, Batcher(2, max_tokens=40)),
-        steps(sized, Packer(60, split_text=True)),
-        steps(sized, Packer(60, overlong="truncate")),
-        steps(sized, Packer(60), on_error="skip", quarantine="unused"),
-    ]
-    assert unknown == [None] * 5
+    for on_error, want in (("raise", steps), ("skip", None)):
+        options: dict[str, Any] = {"on_error": on_error, "quarantine": "unused"}
+        dataset = BatchDataset([shard], preprocess, batching, **options)
+        assert RankLoader(DataLoader(dataset, batch_size=None)).steps_per_epoch == want
     assert RankLoader([1, 2, 3]).steps_per_epoch == 3
     assert RankLoader(iter([1])).steps_per_epoch is None
 
@@ -295,13 +267,3 @@ def test_ranks_resume_while_repeating_batches(ranks: list[dict[str, Any]]) -> No
         for even, whole in rank["whole"].items():
             for steps, rest in enumerate(rank[even]):
                 assert rest == whole[steps:], (even, steps)
-
-
-@two_ranks
-def test_training_ends_on_ranks_with_different_batch_counts(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["trained"] for rank in ranks)
-    assert first["packs"] != second["packs"], "the corpus is uneven"
-    for even, longest in (("drop", min), ("repeat", max)):
-        steps, _ = first[even]
-        assert first[even] == second[even], "the same number of steps and the same weights"
-        assert steps == 2 * longest(first["packs"], second["packs"])

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from data_corpus import NumberedShard
-from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import SequenceBuilder
-from mmpos.data.collate import PackedCollator
 from mmpos.data.examples import Example, Location
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Packer
@@ -53,7 +51,7 @@ def run(rank: int, folder: Path) -> None:
         InvalidInputError, match=r"^even: got a loader created before torch.distributed was initialised"
     ):
         next(iter(early))
-    result = {"epochs": _epochs(rank), "resumed": _resumed(rank), "trained": _trained(rank)}
+    result = {"epochs": _epochs(rank), "resumed": _resumed(rank)}
     torch.distributed.barrier()
     (folder / str(rank)).write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
@@ -96,26 +94,3 @@ def _resumed(rank: int) -> dict[str, Any]:
             again.load_state_dict(state)
             result[even].append(list(again))
     return result
-
-
-def _trained(rank: int) -> dict[str, Any]:
-    """Count the packs of a corpus that ranks share unevenly, and train two epochs on it with DDP and each ``even``."""
-    numbers = Shards("a", 40)
-    dataset = BatchDataset([numbers], numbers.example, Packer(60), PackedCollator())
-    return {"packs": sum(1 for _ in dataset), "drop": _train(dataset, "drop"), "repeat": _train(dataset, "repeat")}
-
-
-def _train(dataset: BatchDataset, even: Even) -> list[Any]:
-    """Train for two epochs, and return the number of steps and the sum of the final weights."""
-    model = nn.parallel.DistributedDataParallel(nn.EmbeddingBag(300, 4, mode="sum"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = 0
-    for epoch in range(2):
-        taken = RankLoader(DataLoader(dataset, batch_size=None), even)
-        taken.set_epoch(epoch)
-        for batch in taken:
-            model(batch.input_ids, batch.cu_seqlens[:-1]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-    return [steps, float(model.module.weight.detach().sum())]

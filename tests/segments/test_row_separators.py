@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import exact, settled
-from test_data_masks import by_loops, dense
+from test_data_collate import by_loops, dense
 
 from mmpos import (
     ByteTokenizer,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +13,18 @@ from typing import Any
 
 import pytest
 from test_data_preprocess import PAGES, command, contents, corpus
+from waiting import alive, descendants, eventually, read_proc
 
 from mmpos.__main__ import main
+from mmpos.data import sequence_shards
 from mmpos.data.examples import Location, RecordError
+from mmpos.data.job import Counts
 from mmpos.data.preprocess import Progress, write_sequences
 from mmpos.data.readers import shards
 
 ray = pytest.importorskip("ray")
 
+from ray.cluster_utils import Cluster  # noqa: E402
 
 # Ray warns about its own defaults.
 pytestmark = [
@@ -84,6 +91,33 @@ def test_a_large_input_becomes_the_same_files_as_with_the_local_engine(tmp_path:
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
 
 
+def test_losing_a_machine_neither_loses_nor_duplicates_records(tmp_path: Path) -> None:
+    ray.shutdown()
+    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 500 * 2**20})
+    try:
+        nodes = [cluster.add_node(num_cpus=1, object_store_memory=500 * 2**20) for _ in range(2)]
+        ray.init(address=cluster.address, log_to_driver=False)
+        readers = shards(corpus(tmp_path, 12, 30))
+        killed_at: list[float] = []
+
+        def kill(progress: Progress) -> None:
+            assert progress.total
+            if progress.read >= progress.total / 6 and not killed_at:
+                killed_at.append(progress.read / progress.total)
+                cluster.remove_node(nodes[0], allow_graceful=False)
+
+        summary = write_sequences(readers, tmp_path / "out", PAGES, engine="ray", workers=3, report=kill)
+        assert killed_at
+        assert killed_at[0] < 1
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert summary.counts == Counts(documents=360, tokens=360 * 103, images=360)
+    keys = [example.key for shard in sequence_shards(tmp_path / "out") for example in shard.examples()]
+    assert sorted(keys) == sorted(f"{s}-{p}" for s in range(12) for p in range(30))
+    assert len(list((tmp_path / "out").iterdir())) == 13
+
+
 def test_the_command_starts_and_stops_its_own_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,3 +129,23 @@ def test_the_command_starts_and_stops_its_own_ray(
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="here")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "here")
+
+
+def test_a_killed_command_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray.shutdown()
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path, 8, 40)
+    out, actors = tmp_path / "out", list[int]()
+    arguments = [sys.executable, "-m", "mmpos", *command("s*.jsonl", "--engine", "ray", "--workers", "2")]
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (actors and any(out.glob("*.parquet")) and any(out.glob(".*.parquet.*.tmp"))):
+            assert process.poll() is None
+            time.sleep(0.005)
+            actors = [child for child in descendants(process.pid) if b"MapWorker" in read_proc(child, "cmdline")]
+        process.kill()
+    # A cluster's agents may linger for a minute, but its actors must not, since they write.
+    assert eventually(lambda: not any(map(alive, actors))), "actors outlive their driver"
+    assert 0 < len(list(out.glob("*.parquet"))) < 8
+    assert main(command("s*.jsonl")) == 0
+    assert main(command("s*.jsonl", out="whole")) == 0
+    assert contents(out) == contents(tmp_path / "whole")

@@ -256,7 +256,7 @@ SECONDS = [*(Fraction(2, fps) for fps in (1, 2, 3, 4, 5, 8)), Fraction(5), Fract
 
 @cache
 def omni_config(model: str) -> Any:
-    """Return a config with the marker for which the class has no default; its rotation, which is not read, is invalid."""
+    """Return a config with the marker that the class lacks; its rotation, which is not read, is invalid."""
     config = CONFIGS[model]()
     config.thinker_config.vision_start_token_id = VISION
     if model == "qwen3_omni_moe":

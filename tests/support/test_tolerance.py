@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_models import CONFIGS, as_ids, model_of, patched, tokens, two_rows
+from hf_models import CONFIGS, as_ids, patched, tokens, two_rows
 from tolerance import assert_within, cos_sin, gamma, printed, rotations, rounded, rounding, unit
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from mmpos.rotary import Rotary, apply_rotary
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_one_wrong_id_exceeds_the_rounding_bound_of_a_model_a_hundredfold(name: str) -> None:
-    model, input_ids, ids = patched(model_of(name)), tokens(2, 24), as_ids(two_rows())
+    model, input_ids, ids = patched(name), tokens(2, 24), as_ids(two_rows())
     wrong = ids.clone()
     wrong[0, 1, 5] += 1
 

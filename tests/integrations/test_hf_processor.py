@@ -16,9 +16,9 @@ import pytest
 import torch
 from chat_tokenizer import OURS, QWENS, TEMPLATE, chat_tokenizer
 from data_corpus import photo
+from layouts import method_of
 from qwen_processors import config_of, processor_of
 from refusals import assert_refused
-from rope_batches import method_of
 
 import mmpos
 from mmpos import SCHEMES, ImageProcessor, ImageSize, InvalidInputError, Markers, MmposError, UnsupportedError

@@ -218,18 +218,6 @@ def test_megatrons_model_has_the_same_logits_with_the_module(model: Any) -> None
         assert_within(model(input_ids, positions, mask), want, bound)
 
 
-def test_the_batch_of_a_megatron_rank_equals_a_shard(
-    megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for rank in range(3):
-        tokens = {"tokens": torch.arange(24).reshape(2, 12)}
-        batch = get_batch_on_this_cp_rank(tokens, Ranks(rank, 3))["tokens"]
-        assert batch.flatten().tolist() == ROWS.shard_indices(rank, 3).tolist()
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_zigzag_layouts_equal_those_of_torchs_load_balancers(count: int) -> None:
     document = balancers._PerDocumentHeadTailLoadBalancer([PACKED.lengths.tolist()], count, "cpu")
@@ -268,19 +256,14 @@ def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: rotary_pos_emb(PACKED, Rotary(16), "sbhd"),
-            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
-        ),
-        (
-            lambda: rotary_pos_emb(DevicePositions.from_table(PACKED), Rotary(16), "sbhd"),
-            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
+        *(
+            (
+                lambda positions=positions: rotary_pos_emb(positions, Rotary(16), "sbhd"),
+                "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
+            )
+            for positions in (PACKED, DevicePositions.from_table(PACKED))
         ),
         (lambda: rotary_pos_emb(ROWS, Rotary(16), "bshd"), "layout: got 'bshd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
-        (
-            lambda: MultimodalRotaryEmbedding(Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.5))),
-            "mscale: got 1.0, want 1.5, the attention factor of rotary",
-        ),
         (
             lambda: MultimodalRotaryEmbedding(Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.001))),
             "mscale: got 1.0, want 1.001, the attention factor of rotary",

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from layouts import OMNI, kind_of
 from model_configs import complete, config_of
-from rope_batches import FAMILIES, LIKE, MODELS, OMNI, PLACED, VISION, hunyuan, kind_of, omni_config
+from rope_batches import FAMILIES, LIKE, MODELS, PLACED, VISION, hunyuan, omni_config
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hf_classes import OTHER_ROTATIONS, TABLE, WITHOUT_MODULE, rotations, table, to_json
-from model_configs import CONFIGS, LAYER_TYPES, config_of, settings_of
+from model_configs import CONFIGS, config_of
 from tolerance import FREQUENCY, gamma
 from torch import Tensor
 
@@ -300,15 +300,12 @@ def test_scores_equal_those_of_models_without_a_rotation_module() -> None:
 
 
 def without_fields(full: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the complete config without one field of the config itself or of its rope_parameters."""
-    for name in sorted(full.keys() - {"model_type"}):
-        yield {key: value for key, value in full.items() if key != name}
-    rope = full.get("rope_parameters") or {}
-    for name, entry in rope.items():
-        yield full | {"rope_parameters": {key: value for key, value in rope.items() if key != name}}
-        for inner in entry if isinstance(entry, dict) else ():
-            less = {key: value for key, value in entry.items() if key != inner}
-            yield full | {"rope_parameters": rope | {name: less}}
+    """Yield the complete config without one field of the config itself, of a part or of its RoPE parameters."""
+    for name, value in full.items():
+        if name != "model_type":
+            yield {key: full[key] for key in full if key != name}
+        for less in without_fields(value) if isinstance(value, dict) else ():
+            yield full | {name: less}
 
 
 def with_other_values(full: dict[str, object], least: dict[str, object], declared: Any) -> Iterator[dict[str, Any]]:
@@ -463,50 +460,31 @@ def parts_of(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from parts_of(mapping[name])
 
 
-@pytest.mark.parametrize("model", [model for model in [*ROTATING, *WHOLE] if model in CONFIGS])
-def test_a_mapping_without_defaults_gives_the_same_result_as_its_object_or_is_refused(model: str, one_in: int) -> None:
-    full = as_json(CONFIGS[model]().to_dict())
+def with_one_field(full: dict[str, Any], typed: bool) -> Iterator[dict[str, Any]]:
+    """Yield a config of parts without fields, and each of PART_FIELDS in one of them."""
+    for part, values in itertools.product(range(len([*parts_of(bare(full, typed))])), PART_FIELDS):
+        mapping = {**bare(full, typed), "model_type": full["model_type"]}
+        [*parts_of(mapping)][part].update(copy.deepcopy(values))
+        yield mapping
+
+
+READ = [
+    model for model in dict.fromkeys([*ROTATING, *WHOLE, *MODEL_TYPES]) if model in {*CONFIGS} & {*class_defaults()}
+]
+
+
+@pytest.mark.parametrize("model", READ)
+def test_a_mapping_gives_the_same_result_as_its_object_or_is_refused(model: str, one_in: int) -> None:
+    full = as_json(config_of(model).to_dict())
     readers = (Rotary.from_hf_config, mmpos.from_hf_config) if model in MODEL_TYPES else (Rotary.from_hf_config,)
-    for typed in (True, False):
-        count = len([*parts_of(bare(full, typed))])
-        variants = itertools.product(range(count), PART_FIELDS)
-        for part, values in [(0, dict[str, Any]()), *sampled(variants, one_in, f"{model} {typed}")]:
-            mapping = {**bare(full, typed), "model_type": model}
-            [*parts_of(mapping)][part].update(copy.deepcopy(values))
-            try:
-                config = CONFIGS[model](
-                    **{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"}
-                )
-            except Exception:  # Transformers cannot read it
-                continue
-            for reader in readers:
-                for layer_type in (None, *LAYERS):
-                    got = [result_or_error(reader, source, layer_type) for source in (config, mapping)]
-                    refused = [isinstance(result, str) for result in got]
-                    assert got[0] == got[1] or (any(refused) if values else all(refused)), (mapping, layer_type)
-
-
-def without_fields_of_parts(full: dict[str, object]) -> Iterator[dict[str, Any]]:
-    """Yield the complete config without one field of the config itself or of one of its parts."""
-    for name, value in full.items():
-        if name != "model_type":
-            yield {key: full[key] for key in full if key != name}
-        if name in ("text_config", "vision_config") and isinstance(value, dict):
-            for inner in value:
-                yield full | {name: {key: value[key] for key in value if key != inner}}
-
-
-@pytest.mark.parametrize("model", [model for model in MODEL_TYPES if model in class_defaults()])
-def test_a_mapping_without_a_field_gives_the_same_settings_as_its_object_or_is_refused(model: str, one_in: int) -> None:
-    config, layer_type = config_of(model), LAYER_TYPES.get(model)
-    assert mmpos.from_hf_config(as_json(config.to_diff_dict()), layer_type=layer_type) == settings_of(model)
-    for mapping in sampled(without_fields_of_parts(as_json(config.to_dict())), one_in, model):
+    bares = [{**bare(full, typed), "model_type": model} for typed in (True, False)]
+    variants = [*with_one_field(full, True), *with_one_field(full, False), *without_fields(full)]
+    for mapping in [*bares, *sampled(variants, one_in, model)]:
         try:
-            again = type(config)(**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})
+            config = CONFIGS[model](**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})
         except Exception:  # Transformers cannot read it
             continue
-        try:
-            settings = mmpos.from_hf_config(mapping, layer_type=layer_type)
-        except MmposError:
-            continue
-        assert settings == mmpos.from_hf_config(again, layer_type=layer_type)
+        for reader, layer_type in itertools.product(readers, (None, *LAYERS)):
+            got = [result_or_error(reader, source, layer_type) for source in (config, mapping)]
+            refused = [isinstance(result, str) for result in got]
+            assert got[0] == got[1] or (all(refused) if mapping in bares else any(refused)), (mapping, layer_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -251,20 +252,6 @@ def reference_rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotatio
         reference.rotate(x, out, turn, rotation.num_pairs)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("reset_dynamo")
-def test_compiled_training_gives_the_gradients_of_eager_mode(monkeypatch: Any) -> None:
-    monkeypatch.setattr(kernel, "launch_rotate", reference_rotate)
-    model, input_ids = model_of("qwen3", num_hidden_layers=1), tokens(2, 24)
-    patch(model, rotary_of(model), implementation="triton")
-    device = DevicePositions.from_table(two_rows())
-    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
-    arguments: dict[str, Any] = {"mm_position_ids": device, "use_cache": False}
-    want = gradients(model, input_ids, **arguments)
-    bounds = rounding(lambda: gradients(model, input_ids, **arguments), model.parameters())
-    assert_within(gradients(compiled, input_ids, **arguments), want, bounds)
-
-
 # The kernel runs in Triton's interpreter if there is no GPU.
 
 
@@ -282,29 +269,24 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_the_kernel_replaces_the_rotation_of_the_model(launches: list[tuple[int, ...]]) -> None:
+def test_the_kernel_replaces_the_rotation_of_the_model_and_auto_uses_it_only_on_a_gpu(
+    launches: list[tuple[int, ...]],
+) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, input_ids = model_of("llama", num_hidden_layers=1).to(device), tokens(1, 5).to(device)
     other = model_of("llama", num_hidden_layers=1).to(device)
+    automatic = patch(copy.deepcopy(other), rotary_of(other), implementation="auto")
     table = place(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(2)]]), "rope-tie-v2")
     rotary = rotary_of(model)
     want, bounds = by_hand(model, table, rotary, lambda: gradients(model, input_ids))
     patch(model, rotary, implementation="triton")
     untouched = other(input_ids).logits
-    assert launches == []
+    automatic(input_ids, mm_position_ids=table)
+    assert launches == [(1, 5, 4, 16)] * (device == "cuda")
+    launches.clear()
     got = gradients(model, input_ids, mm_position_ids=table)
     assert launches == [(1, 5, 4, 16)] * 2  # forward and backward use the same kernel
     assert_within(got, want, bounds)
     assert torch.equal(model(input_ids).logits, untouched)
     assert torch.equal(other(input_ids).logits, untouched)
-    assert len(launches) == 2
-
-
-def test_auto_uses_the_kernel_on_a_gpu_and_the_reference_elsewhere(launches: list[tuple[int, ...]]) -> None:
-    model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()
-    patch(model, rotary_of(model), implementation="auto")(input_ids, mm_position_ids=table)
-    assert not launches
-    if not torch.cuda.is_available():
-        pytest.skip("the second half requires a GPU")
-    model.cuda()(input_ids.cuda(), mm_position_ids=table)
     assert len(launches) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
@@ -13,13 +13,11 @@ import pytest
 import torch
 from hf_models import WAYS, config_of, model_of, patched, rotary_of, text, tokens, two_rows
 from refusals import assert_refused
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from mmpos import InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.hf import patch, unpatch
-from mmpos.integrations.hf.patches import Attribute, Patch
 from mmpos.rotary import DevicePositions, Rotary, YaRN
 
 
@@ -69,19 +67,6 @@ def test_a_forward_set_by_other_code_is_not_replaced() -> None:
     assert torch.equal(model(input_ids, mm_position_ids=table).logits, want)
     unpatch(model)
     assert "forward" in vars(attention)
-
-
-def test_a_failed_patch_leaves_nothing_behind() -> None:
-    module = nn.Linear(1, 1)
-    before = sorted(vars(module))
-
-    def hooks() -> Iterator[RemovableHandle]:
-        yield module.register_forward_hook(lambda *_: None)
-        raise RuntimeError("no more hooks")
-
-    with pytest.raises(RuntimeError, match="no more hooks"):
-        Patch.install(module, hooks, [Attribute(module, "forward", module.forward)])
-    assert (sorted(vars(module)), len(module._forward_hooks)) == (before, 0)
 
 
 def test_unpatch_refuses_to_remove_a_forward_set_by_other_code() -> None:
@@ -161,12 +146,23 @@ def refused(message: str, model: Any, rotary: Any, **arguments: Any) -> None:
     assert_refused(message, lambda: patch(model, rotary, **arguments), (InvalidInputError, UnsupportedError))
 
 
+MINICPM3 = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+UNLIKE: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("granite_swa", "GraniteSWAForCausalLM", {"layer_rope_theta": [1e4, 5e5]}, "has 3 modules of type GraniteSWARotar"),
+    ("minicpm3", "MiniCPM3ForCausalLM", MINICPM3, "has no head_dim in the self_attn of layer 0"),
+    ("beam", "BeamForCausalLM", {}, "does not rotate its layers of type 'full_attention'"),
+)
+
+
 def test_unsupported_models_and_rotaries_are_refused() -> None:
     model = model_of("llama")
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=1, vocab_size=8))
-    refused("model: got GPT2LMHeadModel, which has no rotary_emb next to its layers", gpt2, Rotary(16))
-    adjacent = "model: got 'cohere', which has pairing 'adjacent', want pairing 'half'"
-    refused(adjacent, model_of("cohere"), Rotary(16))
+    for other, message in (
+        (gpt2, "model: got GPT2LMHeadModel, which has no rotary_emb next to its layers"),
+        (model_of("cohere"), "model: got 'cohere', which has pairing 'adjacent', want pairing 'half'"),
+        *((model_of(name, **changes), f"model: got {kind}, which {why}") for name, kind, changes, why in UNLIKE),
+    ):
+        refused(message, other, Rotary(16))
     for rotary, message in (
         (Rotary(32), "rotary.head_dim: got 32, want 16 as in the model"),
         (Rotary(16, rotary_dim=8), "rotary.rotary_dim: got 8, want 16"),
@@ -218,30 +214,19 @@ def test_the_kernel_is_refused_for_models_that_do_not_rotate_all_of_q_and_k_in_o
     assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
 
 
-MINICPM3 = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
-    "granite_swa": ({"layer_rope_theta": [1e4, 5e5]}, "has 3 modules of type GraniteSWARotaryEmbedding"),
-    "minicpm3": (MINICPM3, "has no head_dim in the self_attn of layer 0"),
-    "beam": ({}, "does not rotate its layers of type 'full_attention'"),
-}
-
-
-@pytest.mark.parametrize("name", sorted(UNLIKE))
-def test_models_built_differently_from_llama_are_refused(name: str) -> None:
-    changes, message = UNLIKE[name]
-    model = model_of(name, **changes)
-    refused(f"model: got {type(model).__name__}, which {message}", model, Rotary(16))
-
-
 def test_every_layer_type_requires_a_rotary() -> None:
-    model = model_of("gemma3")
-    kinds = "want a mapping from each layer type of ['full_attention', 'sliding_attention'] to a Rotary"
-    refused(f"rotary: got Rotary, {kinds}", model, Rotary(16))
-    refused(f"rotary: got ['full_attention'], {kinds}", model, {"full_attention": Rotary(16)})
-    mixed = {"full_attention": Rotary(16), "sliding_attention": Rotary(16, axes=1)}
-    refused("rotary: got [1, 2] axes, want the same", model, mixed)
-    mixed["sliding_attention"] = Rotary(8)
-    refused("rotary['sliding_attention'].head_dim: got 8, want 16", model, mixed)
+    model, kinds = model_of("gemma3"), ("full_attention", "sliding_attention")
+    want = f"want a mapping from each layer type of {[*kinds]} to a Rotary"
+    for rotary, message in (
+        (Rotary(16), f"rotary: got Rotary, {want}"),
+        ({"full_attention": Rotary(16)}, f"rotary: got ['full_attention'], {want}"),
+        (dict(zip(kinds, (Rotary(16), Rotary(16, axes=1)), strict=True)), "rotary: got [1, 2] axes, want the same"),
+        (
+            dict(zip(kinds, (Rotary(16), Rotary(8)), strict=True)),
+            "rotary['sliding_attention'].head_dim: got 8, want 16",
+        ),
+    ):
+        refused(message, model, rotary)
 
 
 @pytest.mark.parametrize(

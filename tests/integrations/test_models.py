@@ -57,8 +57,9 @@ def test_settings_of_every_model_type_and_encoder_equal_the_golden_file() -> Non
 def test_the_mapping_of_a_config_gives_the_same_settings_as_the_object(model: str) -> None:
     skip_if_changed(model)
     config = config_of(model)
-    mapping = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
-    assert mmpos.from_hf_config(mapping, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
+    for diff in (False, True):
+        mapping = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=diff))
+        assert mmpos.from_hf_config(mapping, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
 
 def test_the_page_lists_the_fields_that_each_model_type_needs_without_a_config() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rotary_oracle import ids_of, phases
-from tolerance import rounding
+from tolerance import assert_within, rounding
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -107,6 +107,17 @@ def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
     loss = model(input_ids, labels=input_ids, **arguments).loss
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def assert_logits(model: Any, got: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Assert that logits are, up to rounding, those of the call with these arguments."""
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        out: Tensor = model(*args, **kwargs).logits
+        return out
+
+    assert_within(got, run(), rounding(run, model.parameters()))
 
 
 def by_hand(model: Any, table: PositionTable, rotary: Any, run: Callable[[], Any]) -> tuple[Any, list[float]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cache_name import CACHE
-from hf_models import CONFIGS, WAYS, as_ids, model_of, patched, rotary_of, text, tokens, two_rows
+from hf_models import CONFIGS, WAYS, as_ids, assert_logits, model_of, patched, rotary_of, text, tokens, two_rows
 from refusals import assert_refused
 from tolerance import assert_within, rounding
 from torch import Tensor
@@ -77,10 +77,9 @@ def test_packed_documents_have_the_same_logits_as_in_separate_runs(attention: st
         assert packed.get(CACHE) is None
         assert torch.equal(model(input_ids, mm_position_ids=table, position_ids=restart).logits, packed.logits)
         assert torch.equal(from_ids.logits, packed.logits)
-        bound = rounding(lambda: model(input_ids, mm_position_ids=table).logits, model.parameters())
-        for start, stop in itertools.pairwise(table.cu_seqlens.tolist()):
-            alone = model(input_ids[:, start:stop], mm_position_ids=table.slice(start, stop))
-            assert_within(packed.logits[:, start:stop], alone.logits, bound)
+    for start, stop in itertools.pairwise(table.cu_seqlens.tolist()):
+        part = packed.logits[:, start:stop]
+        assert_logits(model, part, input_ids[:, start:stop], mm_position_ids=table.slice(start, stop))
 
 
 def test_arguments_that_cannot_separate_packed_documents_are_refused() -> None:
@@ -99,8 +98,7 @@ def test_arguments_that_cannot_separate_packed_documents_are_refused() -> None:
     mask = (causal & (document[:, None] == document))[None, None]
     with torch.no_grad():
         got = model(input_ids, mm_position_ids=table, attention_mask=mask, use_cache=False).logits
-        want = model(input_ids, mm_position_ids=table).logits
-    assert_within(got, want, rounding(lambda: model(input_ids, mm_position_ids=table).logits, model.parameters()))
+    assert_logits(model, got, input_ids, mm_position_ids=table)
 
 
 def test_a_slice_with_one_nonempty_document_is_not_packed() -> None:
@@ -112,8 +110,7 @@ def test_a_slice_with_one_nonempty_document_is_not_packed() -> None:
         first = model(input_ids[:, 4:7], mm_position_ids=table.slice(4, 7), use_cache=True)
         rest = model(input_ids[:, 7:], mm_position_ids=table.slice(7, 9), **{CACHE: first[CACHE]})
         assert torch.equal(model(input_ids[:, 4:], mm_position_ids=part, attention_mask=mask).logits, want)
-        bound = rounding(lambda: model(input_ids[:, 4:], mm_position_ids=text(5)).logits, model.parameters())
-    assert_within(torch.cat((first.logits, rest.logits), dim=1), want, bound)
+    assert_logits(model, torch.cat((first.logits, rest.logits), dim=1), input_ids[:, 4:], mm_position_ids=text(5))
 
 
 @pytest.mark.parametrize("lengths", [(4, 5), (4, 4)])
@@ -163,12 +160,10 @@ def test_padded_rows_have_the_same_logits_as_in_separate_runs(side: Any) -> None
     with torch.no_grad():
         run = partial(model, input_ids, attention_mask=torch.from_numpy(mask))
         got = run(mm_position_ids=padded).logits
-        bound = rounding(lambda: run(mm_position_ids=padded).logits, model.parameters())
         assert torch.equal(got, run(mm_position_ids=torch.from_numpy(ids)).logits)
-        for row, length in enumerate(table.lengths.tolist()):
-            real = torch.from_numpy(mask[row] == 1)
-            alone = model(input_ids[row, real][None], mm_position_ids=table.window([row], [0], [length])).logits[0]
-            assert_within(got[row, real], alone, bound)
+    for row, (start, stop) in enumerate(itertools.pairwise(table.cu_seqlens.tolist())):
+        real = torch.from_numpy(mask[row] == 1)
+        assert_logits(model, got[None, row, real], input_ids[row, real][None], mm_position_ids=table.slice(start, stop))
 
 
 @pytest.mark.parametrize(("name", "way"), [*((name, "reference") for name in CONFIGS), ("llama", "fused")])
@@ -177,7 +172,6 @@ def test_decoding_with_a_cache_gives_the_same_logits_as_a_full_forward_pass(name
     longer = table.window([0, 1], [0, 0], [27, 27])  # each prompt and three tokens after it
     input_ids = tokens(2, 27)
     with torch.no_grad():
-        want = model(input_ids, mm_position_ids=longer).logits
         first = model(input_ids[:, :10], mm_position_ids=table.window([0, 1], [0, 0], [10, 10]))  # cuts both images
         cached, steps = {CACHE: first[CACHE]}, [first.logits]
         steps.append(
@@ -186,8 +180,7 @@ def test_decoding_with_a_cache_gives_the_same_logits_as_a_full_forward_pass(name
         for step in range(3):
             ids = table.decode(step + 1).take([step, 2 * step + 1], [step + 1, 2 * step + 2])
             steps.append(model(input_ids[:, [24 + step]], **cached, mm_position_ids=ids).logits)
-        bound = rounding(lambda: model(input_ids, mm_position_ids=longer).logits, model.parameters())
-    assert_within(torch.cat(steps, dim=1), want, bound)
+    assert_logits(model, torch.cat(steps, dim=1), input_ids, mm_position_ids=longer)
 
 
 # Generation.

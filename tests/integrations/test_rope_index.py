@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -440,22 +439,6 @@ def test_every_function_compiles_to_one_graph(name: str) -> None:
     with FakeTensorMode() as mode:  # graphs rely on the shapes and dtypes that the operator announces
         announced = function(**tree_map_only(Tensor, mode.from_tensor, arguments))
     assert [(each.shape, each.dtype) for each in announced] == [(each.shape, each.dtype) for each in want]
-
-
-@pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL"])
-def test_a_batch_is_scanned_once_in_c(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, results = native.core, []
-
-    def scan(*args: Any) -> Any:
-        results.append(core.scan(*args))
-        return results[-1]
-
-    others = {name: getattr(core, name) for name in dir(core) if name != "scan"}
-    monkeypatch.setattr(native, "core", SimpleNamespace(**others, scan=scan))
-    function, arguments, _, _ = CALLS[name]
-    function(**arguments)
-    assert len(results) == 1
-    assert results[0] is not None
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL"])

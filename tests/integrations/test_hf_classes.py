@@ -25,7 +25,7 @@ import mmpos
 from mmpos.errors import MmposError
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.rotary import Rotary, apply_rotary
-from mmpos.rotary.hf_models import MODELS, UNLISTED, class_defaults
+from mmpos.rotary.hf_models import ENCODERS, MODELS, UNLISTED, class_defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hf_classes")]  # imports every Transformers model
 
@@ -44,12 +44,6 @@ NAMELESS = {"Qwen3OmniMoeCode2WavConfig", "SaProtConfig"}
 EPSILON = 2.0**-23
 IDS = torch.tensor([[0, 1, 2, 3, 5, 8, 13], [4, 0, 9, 1, 7, 2, 30], [1, 6, 2, 11, 0, 21, 5]])
 """(3, tokens) ids; no model has more than three axes."""
-
-COLUMNS_FIRST = ("muse_glimmer_vision", "muse_spark_vision", "sam3_vit_model")
-"""Encoders whose modules take columns before rows."""
-
-WITHOUT_IDS = ("gemma4_vision", "llama4_vision_model")
-"""Encoders whose modules take no ids, or rotate each half of a head separately; test_encoders.py covers them."""
 
 LAYERS = ("full_attention", "sliding_attention")
 RELEASED: dict[str, dict[str, Any]] = {
@@ -193,10 +187,8 @@ def tables_of(module: Any, layer_type: str | None) -> tuple[Any, int]:
     """Return cos and sin of IDS, and the number of axes."""
     kind = {} if layer_type is None else {"layer_type": layer_type}
     if hasattr(module, "compute_axial_rope_parameters"):
-        model = module.config.model_type
-        axes = 3 if model == "minimax_m3_vl_vision" else 2
-        ids = IDS[[1, 0]] if model in COLUMNS_FIRST else IDS[:axes]
-        return module(torch.zeros(1), ids.T), axes
+        ids = IDS[[1, 0]] if module.config.model_type == "sam3_vit_model" else IDS[:2]  # it takes columns first
+        return module(torch.zeros(1), ids.T), 2
     for axes in (3, 2):
         try:
             tables = module(torch.zeros(1), IDS[:axes, None], **kind)
@@ -232,8 +224,6 @@ def rotated(function: Any, q: Tensor, k: Tensor, tables: Any) -> tuple[Tensor, T
             pair = function(q.transpose(1, 2), k.transpose(1, 2), tables)
             return tuple(each.transpose(1, 2) for each in pair)
         return function(q, k, tables)
-    if tables[0].ndim == 2:  # Pixtral
-        return function(q, k, *tables, unsqueeze_dim=0)
     return function(q, k, *tables)
 
 
@@ -253,7 +243,7 @@ def bound_of(q: Tensor, k: Tensor, attention_factor: float = 1.0) -> float:
     return channel * (2 * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).item()
 
 
-@pytest.mark.parametrize("model", [model for model in ROTATING if model not in (*WITHOUT_MODULE, *WITHOUT_IDS)])
+@pytest.mark.parametrize("model", [model for model in ROTATING if model not in (*WITHOUT_MODULE, *ENCODERS)])
 def test_scores_equal_those_of_the_model(model: str) -> None:
     config = config_class(model)(**RELEASED.get(model, {}))
     module = module_of(config)
@@ -263,7 +253,7 @@ def test_scores_equal_those_of_the_model(model: str) -> None:
         q, k = (torch.randn(1, 2, IDS.shape[1], rotary.head_dim, generator=generator) for _ in range(2))
         tables, axes = tables_of(module, layer_type)
         dim = 2 * len(buffer(module, "inv_freq", layer_type))
-        dim *= axes if hasattr(module, "compute_axial_rope_parameters") and model != "pixtral" else 1
+        dim *= axes if hasattr(module, "compute_axial_rope_parameters") else 1
         theirs = [
             torch.cat((part, full[..., dim:]), dim=-1)
             for part, full in zip(
@@ -468,7 +458,7 @@ READ = [
 @pytest.mark.parametrize("model", READ)
 def test_a_mapping_gives_the_same_result_as_its_object_or_is_refused(model: str, one_in: int) -> None:
     full = as_json(config_of(model).to_dict())
-    readers = (Rotary.from_hf_config, mmpos.from_hf_config) if model in MODEL_TYPES else (Rotary.from_hf_config,)
+    readers: list[Any] = [Rotary.from_hf_config, mmpos.from_hf_config][: 2 if model in MODEL_TYPES else 1]
     bares = [{**bare(full, typed), "model_type": model} for typed in (True, False)]
     variants = [*with_one_field(full, True), *with_one_field(full, False), *without_fields(full)]
     for mapping in [*bares, *sampled(variants, one_in, model)]:
@@ -476,7 +466,7 @@ def test_a_mapping_gives_the_same_result_as_its_object_or_is_refused(model: str,
             config = CONFIGS[model](**{name: copy.deepcopy(mapping[name]) for name in mapping if name != "model_type"})
         except Exception:  # Transformers cannot read it
             continue
-        for reader, layer_type in itertools.product(readers, (None, *LAYERS)):
+        for reader, layer_type in itertools.product(readers, [None, *LAYERS]):
             got = [result_or_error(reader, source, layer_type) for source in (config, mapping)]
             refused = [isinstance(result, str) for result in got]
             assert got[0] == got[1] or (all(refused) if mapping in bares else any(refused)), (mapping, layer_type)

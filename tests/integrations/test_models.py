@@ -443,6 +443,15 @@ def test_images_to_generate_are_placed_last_grid_first_before_an_end_marker() ->
     assert segments.kind.tolist() == [1, 1, 0]
 
 
+def test_an_end_marker_in_the_padding_is_not_an_image_of_the_prompt() -> None:
+    settings = settings_of("glm_image")
+    begin, end = settings.image_markers or (0, 0)
+    ids, mask = [[5, begin, 167855, end], [5, 5, end, end]], [[1, 1, 1, 1], [1, 1, 0, 0]]
+    grids = [[1, 1, 1], [1, 2, 2], [1, 2, 3]]
+    segments = settings.segments(ids, grids, attention_mask=mask, images_per_sample=[2, 1])
+    assert segments.kind.tolist() == [0, 1, 0, 0, 2]
+
+
 NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"
 USES: dict[str, Any] = {
     "engine: got 'vllm', want one of 'transformers', 'serving'": lambda: settings_of("qwen2_vl", engine="vllm"),

@@ -176,17 +176,6 @@ def processed(model_type: str, seed: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": labels, "mm_token_type_ids": types, **grid_tensors, **pixels, **seconds}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", PROCESSED)
-def test_a_pack_of_processed_inputs_trains_like_separate_documents(model_type: str) -> None:
-    config = tiny_config(model_type)
-    settings = mmpos.from_hf_config(config)
-    records = [processed(model_type, seed) for seed in range(2)]
-    examples = [ProcessedInputs(settings)(each, Location("processed", i)) for i, each in enumerate(records)]
-    model, pack = tiny_model(config), ModelCollator(settings)(examples)
-    assert_trained_apart(model, pack, records)
-
-
 def processed_by_glm(seed: int, *, video: bool) -> dict[str, Any]:
     """Return the output of a GLM processor for two images, or for a video of two frames.
 
@@ -214,21 +203,23 @@ VIDEOS, MIXED = (True, True), (True, False, True)
     [
         *(("glm4v", kinds) for kinds in (VIDEOS, MIXED)),
         *(pytest.param(name, MIXED, marks=pytest.mark.slow) for name in GLM_TYPES if name != "glm4v"),
+        *(pytest.param(name, (), marks=pytest.mark.slow) for name in PROCESSED),
     ],
 )
-def test_a_pack_of_glm_videos_trains_like_separate_documents(model_type: str, kinds: tuple[bool, ...]) -> None:
+def test_a_pack_of_processed_inputs_trains_like_separate_documents(model_type: str, kinds: tuple[bool, ...]) -> None:
     config = tiny_config(model_type)
     settings = mmpos.from_hf_config(config)
     records = [processed_by_glm(seed, video=video) for seed, video in enumerate(kinds)]
+    records = records or [processed(model_type, seed) for seed in range(2)]
     examples = [ProcessedInputs(settings)(each, Location("processed", i)) for i, each in enumerate(records)]
     model, pack = tiny_model(config), ModelCollator(settings)(examples)
-    assert pack["mm_token_type_ids"].tolist() == torch.cat([each["mm_token_type_ids"] for each in records], 1).tolist()
     assert ("pixel_values_videos" in pack) == all(kinds)
     assert_trained_apart(model, pack, records)
-    rows = ModelCollator(settings, collate=PaddedCollator(side="left"))(examples)
-    assert (
-        rows["mm_token_type_ids"][0, -len(examples[0].labels) :].tolist() == records[0]["mm_token_type_ids"][0].tolist()
-    )
+    if kinds:
+        types = [each["mm_token_type_ids"] for each in records]
+        assert torch.equal(pack["mm_token_type_ids"], torch.cat(types, 1))
+        rows = ModelCollator(settings, collate=PaddedCollator(side="left"))(examples)
+        assert rows["mm_token_type_ids"][0, -types[0].shape[1] :].tolist() == types[0][0].tolist()
 
 
 def test_a_truncated_glm_video_does_not_change_the_types_of_the_next_document() -> None:

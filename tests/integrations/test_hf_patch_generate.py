@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
-from cache_name import CACHE
 from hf_models import CONFIGS, WAYS, as_ids, assert_logits, model_of, patched, rotary_of, text, tokens, two_rows
 from refusals import assert_refused
 from tolerance import assert_within, rounding
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.hf import patch, unpatch
@@ -22,6 +22,8 @@ from mmpos.rotary import DevicePositions
 
 SEGMENTS = SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]])
 NEW = 6
+CACHE = next(name for name in ("cache", "past_key_values") if name in signature(LlamaForCausalLM.forward).parameters)
+"""The cache's parameter name in the installed Transformers, which 5.24 renamed."""
 
 
 def prompts(scheme: str = "rope-tie") -> tuple[Tensor, Tensor, PositionTable]:

@@ -222,6 +222,8 @@ def test_sizes_must_be_multiples_of_a_patch_and_ids_must_fit_the_models_tables()
     cog_fields = {"use_rotary_positional_embeddings": True, "patch_size_t": 2}
     cog = from_diffusers(of_class("CogVideoXTransformer3DModel", **cog_fields))
     assert flux.grid(128, 96) == Grid(64, 48)
+    packed = from_diffusers(of_class("BriaFibo2Transformer2DModel"))  # its pipeline packs 2 × 2 latents first
+    assert packed.grid(128, 96) == Grid(32, 24)
     assert wan.grid(60, 104, frames=21) == Grid(30, 52, frames=21)
     for fps in (25, 25.0, Fraction(25)):
         assert wan.grid(2, 2, frames=2, fps=fps) == Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 25))

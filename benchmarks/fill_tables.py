@@ -19,7 +19,7 @@ from mmpos_bench.results import from_json, to_markdown
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 NAMES = ROOT / "tests/golden/model_names.json"
-"""The class and an example checkpoint of each model type, read from Transformers by tests/helpers/model_names.py."""
+"""The class and, if one is known, an example checkpoint of each model type, as in Transformers' code."""
 
 OTHER_ROTATIONS = {name: row.rotation.refused for name, row in MODELS.items() if row.rotation.refused}
 UNSUPPORTED_ENCODERS = {name: row.rotation.unplaced for name, row in MODELS.items() if row.rotation.unplaced}

@@ -9,7 +9,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from torch import Tensor
 from mmpos import Grid, Text
 from mmpos.integrations.diffusers.settings import TransformerSettings
 
-__all__ = ["PEERS", "Document", "Peer", "transformer_of"]
-
+CPU = torch.device("cpu")
 CosSin = tuple[Tensor, Tensor]
 
 
@@ -50,7 +48,7 @@ class Peer:
 
     Args:
         config: config for a small transformer.
-        rotation: name of the function below that returns (tokens, pairs) cos and sin, text first.
+        rotation: key in ROTATIONS of a function that returns (tokens, pairs) cos and sin, text first.
         dtype: dtype of the angles.
         text: whether text has positions.
         images: the maximum number of images in a document; −2 requires exactly two.
@@ -72,8 +70,7 @@ class Peer:
 
     def cos_sin(self, transformer: Any, document: Document) -> CosSin:
         """Return the cos and sin of the class for a document."""
-        pair: CosSin = globals()[f"_{self.rotation}"](transformer, document)
-        return pair
+        return ROTATIONS[self.rotation](transformer, document)
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "diffusers_transformers.json"
@@ -128,12 +125,26 @@ def _still(text: int, pair: CosSin) -> CosSin:
     return torch.cat([torch.ones(text, cos.shape[1]), cos]), torch.cat([torch.zeros(text, sin.shape[1]), sin])
 
 
-def _by_ids(transformer: Any, document: Document, name: str = "pos_embed") -> CosSin:
-    images = [_grid(k, 0, 0, frames=1, height=h, width=w) for k, (_, h, w) in enumerate(document.images)]
-    return _repeated(getattr(transformer, name)(torch.cat([torch.zeros(document.text, 3), *images]).float()))
+def _ids(document: Document, text: tuple[int, ...] = (0, 0, 0), start: Any = (0, 0, 0), first: int = 0) -> Tensor:
+    """Return (tokens, 3) ids: text counts from ``first`` on the axes marked in ``text``, and images begin at ``start``.
+
+    ``start`` may depend on the index of the image.
+    """
+    parts = [first * torch.tensor(text) + torch.arange(document.text)[:, None] * torch.tensor(text)]
+    for k, (frames, height, width) in enumerate(document.images):
+        at = start(k) if callable(start) else start
+        parts.append(_grid(*at, frames=frames, height=height, width=width))
+    return torch.cat(parts)
 
 
-_krea_2 = partial(_by_ids, name="rotary_emb")
+def _image_ids(document: Document) -> Tensor:
+    """Return the (tokens, 3) ids of the generated image, from 0 on each axis."""
+    return _ids(Document(0, document.images[:1]))
+
+
+def _ones(document: Document) -> tuple[Tensor, ...]:
+    """Return the indices on each axis of the generated image."""
+    return tuple(torch.arange(n) for n in document.images[0])
 
 
 def _flux_2(transformer: Any, document: Document) -> CosSin:
@@ -150,89 +161,36 @@ def _flux_2(transformer: Any, document: Document) -> CosSin:
 def _flux_3(transformer: Any, document: Document) -> CosSin:
     ids = torch.zeros(document.text, 4)
     ids[:, 3] = torch.arange(document.text)
-    parts = [ids]
-    for k, (_, height, width) in enumerate(document.images):
-        grid = _grid(0, 0, 0, frames=1, height=height, width=width) * 0.5
-        parts.append(torch.cat([grid, torch.full((len(grid), 1), -float(k))], 1))
-    return _repeated(transformer.pos_embed(torch.cat(parts)))
+    grids = [_image_ids(Document(0, (image,))) * 0.5 for image in document.images]
+    parts = [torch.cat([grid, torch.full((len(grid), 1), -float(k))], 1) for k, grid in enumerate(grids)]
+    return _repeated(transformer.pos_embed(torch.cat([ids, *parts])))
 
 
 def _qwen(transformer: Any, document: Document) -> CosSin:
-    cpu = torch.device("cpu")
-    images, text = transformer.pos_embed([list(document.images)], max_txt_seq_len=document.text, device=cpu)
+    images, text = transformer.pos_embed([list(document.images)], max_txt_seq_len=document.text, device=CPU)
     return _complex(torch.cat([text, images]))
 
 
 def _qwen_21(transformer: Any, document: Document) -> CosSin:
-    (_, height, width), *_ = document.images
-    is_image = torch.arange(document.text + height * width) >= document.text
-    return _complex(transformer.pos_embed(list(document.images), is_image, torch.device("cpu")))
-
-
-def _lumina_2(transformer: Any, document: Document) -> CosSin:
-    mask = torch.ones(1, document.text, dtype=torch.int64)
-    return _complex(transformer.rope_embedder(document.latents[:, :, 0], mask)[3])
-
-
-def _z_image(transformer: Any, document: Document) -> CosSin:
-    (frames, height, width), *_ = document.images
-    text = _grid(1, 0, 0, frames=document.text, height=1, width=1)
-    image = _grid(1 + document.text, 0, 0, frames=frames, height=height, width=width)
-    return _complex(transformer.rope_embedder(torch.cat([text, image])))
-
-
-def _bria_fibo_2(transformer: Any, document: Document) -> CosSin:
-    text = _grid(1, 0, 0, frames=document.text, height=1, width=1)
-    plane = transformer.config.max_num_gist_tokens + 1
-    images = [_grid(plane + k, 0, 0, frames=1, height=h, width=w) for k, (_, h, w) in enumerate(document.images)]
-    return _complex(transformer.rope_embedder(torch.cat([text, *images])))
-
-
-def _ovis_image(transformer: Any, document: Document, start: int = 0) -> CosSin:
-    """Rotate text that counts on rows and columns, and images whose rows and columns start at ``start``."""
-    text = torch.zeros(document.text, 3)
-    text[:, 1:] = torch.arange(document.text).float()[:, None]
-    grids = enumerate(document.images, 1 if start else 0)
-    images = [_grid(k, start, start, frames=1, height=h, width=w) for k, (_, h, w) in grids]
-    return _repeated(transformer.pos_embed(torch.cat([text, *images])))
-
-
-def _longcat_image(transformer: Any, document: Document) -> CosSin:
-    return _ovis_image(transformer, document, document.text)
+    is_image = torch.arange(document.text + len(_image_ids(document))) >= document.text
+    return _complex(transformer.pos_embed(list(document.images), is_image, CPU))
 
 
 def _by_latents(
-    transformer: Any, document: Document, form: Callable[[Any], CosSin] = _repeated, name: str = "rope"
+    transformer: Any, document: Document, form: Callable[[Any], CosSin] = _repeated, module: str = "rope"
 ) -> CosSin:
     """Return the rotation by a module that takes latents and does not rotate text."""
     latents = document.latents[:, :, 0] if "2DModel" in type(transformer).__name__ else document.latents
-    return _still(document.text, form(getattr(transformer, name)(latents)))
-
-
-_glm_image = _cosmos = partial(_by_latents, form=_halves)
-_easy_animate = partial(_by_latents, name="rope_embedding")
-
-
-def _wan(transformer: Any, document: Document) -> CosSin:
-    return _repeated(transformer.rope(document.latents))
-
-
-def _any_flow(transformer: Any, document: Document) -> CosSin:
-    frames, height, width = document.images[0]
-    return _complex(transformer.rope._forward_full_frame(frames, height, width, torch.device("cpu")))
+    return _still(document.text, form(getattr(transformer, module)(latents)))
 
 
 def _any_flow_far(transformer: Any, document: Document) -> CosSin:
     """Rotate a context of compressed frames, then full-size frames."""
     (context, rows, columns), (frames, height, width) = document.images
-    rope, cpu = transformer.rope, torch.device("cpu")
-    coarse = rope._forward_compressed_frame(context, rows, columns, cpu).flatten(0, 2)
-    fine = rope._forward_full_frame(context + frames, height, width, cpu)[context:].flatten(0, 2)
+    rope = transformer.rope
+    coarse = rope._forward_compressed_frame(context, rows, columns, CPU).flatten(0, 2)
+    fine = rope._forward_full_frame(context + frames, height, width, CPU)[context:].flatten(0, 2)
     return _complex(torch.cat([coarse, fine]))
-
-
-def _sana_wm(transformer: Any, document: Document) -> CosSin:
-    return _complex(transformer.rope(document.images[0]))
 
 
 def _cog_video(transformer: Any, document: Document) -> CosSin:
@@ -269,7 +227,7 @@ def _allegro(transformer: Any, document: Document) -> CosSin:
     tables = get_3d_rotary_pos_embed_allegro(
         config.attention_head_dim, ((0, 0), (height, width)), (height, width), frames, interpolation_scale=scales
     )
-    index = _grid(0, 0, 0, frames=frames, height=height, width=width).T
+    index = _image_ids(document).T
     cos, sin = (torch.stack([axis[part][i] for axis, i in zip(tables[:3], index, strict=True)], 1) for part in (0, 1))
     cos, sin = _halves((cos, sin))
     return cos.reshape(index.shape[1], -1), sin.reshape(index.shape[1], -1)
@@ -277,8 +235,7 @@ def _allegro(transformer: Any, document: Document) -> CosSin:
 
 def _ltx(transformer: Any, document: Document) -> CosSin:
     """Use the coordinates of LTXConditionPipeline: pixels of causal frames at 25 frames per second."""
-    frames, height, width = document.images[0]
-    grid = _grid(0, 0, 0, frames=frames, height=height, width=width).T.float()
+    grid = _image_ids(document).T.float()
     coordinates = torch.stack([(8 * grid[0] - 7).clamp(min=0) / 25, 32 * grid[1], 32 * grid[2]])
     channels = transformer.config.num_attention_heads * transformer.config.attention_head_dim
     hidden_states = torch.zeros(1, grid.shape[1], channels)
@@ -286,37 +243,11 @@ def _ltx(transformer: Any, document: Document) -> CosSin:
 
 
 def _ltx_2(transformer: Any, document: Document) -> CosSin:
-    coordinates = transformer.rope.prepare_video_coords(1, *document.images[0], torch.device("cpu"))
+    coordinates = transformer.rope.prepare_video_coords(1, *document.images[0], CPU)
     cos, sin = transformer.rope(coordinates)
     if transformer.config.rope_type == "interleaved":
         return _repeated((cos, sin))
     return cos[0].swapaxes(0, 1).flatten(1), sin[0].swapaxes(0, 1).flatten(1)
-
-
-def _kandinsky_5(transformer: Any, document: Document) -> CosSin:
-    sizes = document.images[0]
-    return _matrices(transformer.visual_rope_embeddings((1, *sizes), tuple(torch.arange(n) for n in sizes)))
-
-
-def _kandinsky_6(transformer: Any, document: Document) -> CosSin:
-    indices = tuple(torch.arange(n) for n in document.images[0])
-    return _matrices(transformer.visual_rope_embeddings(indices, transformer.config.scale_factor))
-
-
-def _ideogram_4(transformer: Any, document: Document) -> CosSin:
-    text = torch.arange(document.text)[:, None].expand(-1, 3)
-    frames, height, width = document.images[0]
-    image = 65536 + _grid(0, 0, 0, frames=frames, height=height, width=width)
-    return _halves(transformer.rotary_emb(torch.cat([text, image])[None]))
-
-
-def _cosmos_3(transformer: Any, document: Document) -> CosSin:
-    text = torch.arange(document.text)[:, None].expand(-1, 3)
-    frames, height, width = document.images[0]
-    margin = transformer.config.unified_3d_mrope_temporal_modality_margin
-    video = _grid(document.text + margin, 0, 0, frames=frames, height=height, width=width)
-    ids = torch.cat([text, video]).T[:, None]
-    return _halves(transformer.rotary_emb(ids, torch.device("cpu"), torch.float32))
 
 
 def _minimax_h3(transformer: Any, document: Document) -> CosSin:
@@ -331,11 +262,6 @@ def _minimax_h3(transformer: Any, document: Document) -> CosSin:
     return _halves(transformer.rope(torch.cat([text, video])))
 
 
-def _joy_image(transformer: Any, document: Document) -> CosSin:
-    pair, _ = transformer.get_rotary_pos_embed(list(document.images[0]))
-    return _still(document.text, _repeated(pair))
-
-
 def _joy_image_plus(transformer: Any, document: Document) -> CosSin:
     """Place images one after another on the frame axis."""
     parts, first = [], 0
@@ -348,35 +274,66 @@ def _joy_image_plus(transformer: Any, document: Document) -> CosSin:
 
 def _ernie(transformer: Any, document: Document) -> CosSin:
     """Compute the angles of all channels, with the image first as in the model's forward."""
-    _, height, width = document.images[0]
-    text = torch.zeros(document.text, 3)
-    text[:, 0] = torch.arange(document.text)
-    image = _grid(document.text, 0, 0, frames=1, height=height, width=width)
-    angles = transformer.pos_embed(torch.cat([image, text])[None])[0, :, 0]
+    ids = _ids(document, (1, 0, 0), (document.text, 0, 0)).float()
+    angles = transformer.pos_embed(ids.roll(-document.text, 0)[None])[0, :, 0]
     return angles.cos(), angles.sin()
 
 
 def _wan_animate_2(transformer: Any, document: Document) -> CosSin:
     """Rotate the generated video, and the reference to the right of it."""
-    (frames, height, width), reference = document.images
-    generated = transformer._rope_freqs((0, 0, 0), torch.device("cpu"))
-    right = transformer._rope_freqs((1, 0, reference[2]), torch.device("cpu"))
+    starts = (0, 0, 0), (1, 0, document.images[1][2])
     pairs = transformer.config.dim // transformer.config.num_heads // 2
     split = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     parts = []
-    for table, sizes in ((generated, (frames, height, width)), (right, reference)):
-        index = _grid(0, 0, 0, frames=sizes[0], height=sizes[1], width=sizes[2])
+    for start, image in zip(starts, document.images, strict=True):
+        table, index = transformer._rope_freqs(start, CPU), _image_ids(Document(0, (image,)))
         parts.append(torch.cat([x[i] for x, i in zip(table.split(split, 1), index.T, strict=True)], 1))
     return _complex(torch.cat(parts))
 
 
-def _hidream(transformer: Any, document: Document) -> CosSin:
-    _, height, width = document.images[0]
-    ids = torch.cat([torch.zeros(document.text, 3), _grid(0, 0, 0, frames=1, height=height, width=width)])
-    return _matrices(transformer.pe_embedder(ids[None]))
-
-
-def _prx(transformer: Any, document: Document) -> CosSin:
-    _, height, width = document.images[0]
-    ids = _grid(0, 0, 0, frames=1, height=height, width=width)[None, :, 1:]
-    return _still(document.text, _matrices(transformer.pe_embedder(ids)))
+ROTATIONS: Mapping[str, Callable[[Any, Document], CosSin]] = {
+    "allegro": _allegro,
+    "any_flow": lambda t, d: _complex(t.rope._forward_full_frame(*d.images[0], CPU)),
+    "any_flow_far": _any_flow_far,
+    "bria_fibo_2": lambda t, d: _complex(
+        t.rope_embedder(_ids(d, (1, 0, 0), lambda k: (t.config.max_num_gist_tokens + 1 + k, 0, 0), 1))
+    ),
+    "by_ids": lambda t, d: _repeated(t.pos_embed(_ids(d, start=lambda k: (k, 0, 0)).float())),
+    "by_latents": _by_latents,
+    "cog_video": _cog_video,
+    "cosmos": lambda t, d: _by_latents(t, d, _halves),
+    "cosmos_3": lambda t, d: _halves(
+        t.rotary_emb(
+            _ids(d, (1, 1, 1), (d.text + t.config.unified_3d_mrope_temporal_modality_margin, 0, 0)).T[:, None],
+            CPU,
+            torch.float32,
+        )
+    ),
+    "easy_animate": lambda t, d: _by_latents(t, d, module="rope_embedding"),
+    "ernie": _ernie,
+    "flux_2": _flux_2,
+    "flux_3": _flux_3,
+    "glm_image": lambda t, d: _by_latents(t, d, _halves),
+    "hidream": lambda t, d: _matrices(t.pe_embedder(_ids(d).float()[None])),
+    "hunyuan_dit": _hunyuan_dit,
+    "ideogram_4": lambda t, d: _halves(t.rotary_emb(_ids(d, (1, 1, 1), (65536,) * 3)[None])),
+    "joy_image": lambda t, d: _still(d.text, _repeated(t.get_rotary_pos_embed(list(d.images[0]))[0])),
+    "joy_image_plus": _joy_image_plus,
+    "kandinsky_5": lambda t, d: _matrices(t.visual_rope_embeddings((1, *d.images[0]), _ones(d))),
+    "kandinsky_6": lambda t, d: _matrices(t.visual_rope_embeddings(_ones(d), t.config.scale_factor)),
+    "krea_2": lambda t, d: _repeated(t.rotary_emb(_ids(d).float())),
+    "longcat_image": lambda t, d: _repeated(t.pos_embed(_ids(d, (0, 1, 1), lambda k: (k + 1, d.text, d.text)).float())),
+    "ltx": _ltx,
+    "ltx_2": _ltx_2,
+    "lumina_2": lambda t, d: _complex(t.rope_embedder(d.latents[:, :, 0], torch.ones(1, d.text, dtype=torch.int64))[3]),
+    "minimax_h3": _minimax_h3,
+    "ovis_image": lambda t, d: _repeated(t.pos_embed(_ids(d, (0, 1, 1)).float())),
+    "prx": lambda t, d: _still(d.text, _matrices(t.pe_embedder(_image_ids(d)[None, :, 1:]))),
+    "qwen": _qwen,
+    "qwen_21": _qwen_21,
+    "sana_wm": lambda t, d: _complex(t.rope(d.images[0])),
+    "wan": lambda t, d: _repeated(t.rope(d.latents)),
+    "wan_animate_2": _wan_animate_2,
+    "z_image": lambda t, d: _complex(t.rope_embedder(_ids(d, (1, 0, 0), (1 + d.text, 0, 0), 1))),
+}
+"""The rotation of each class, or of several classes with the same inputs."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from rotary_oracle import Ids, ids_of, phases
+from rotary_oracle import ids_of, phases
+from tolerance import assert_within, rounding
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -67,11 +67,12 @@ def rotary_of(model: Any, **changes: Any) -> Any:
 
 
 def patched(model: Any, way: str = "reference") -> Any:
-    """Patch the model with its own rotation.
+    """Patch a model, or build one of the named type and patch it, with its own rotation.
 
     "fused" follows the kernel's code path but runs the extension, which returns the same bits and is much faster than
     Triton's interpreter.
     """
+    model = model_of(model) if isinstance(model, str) else model
     patch(model, rotary_of(model), implementation="triton" if way == "fused" else "reference")
     if way == "fused":
         for layer in model.model.layers:
@@ -108,16 +109,25 @@ def gradients(model: Any, input_ids: Tensor, **arguments: Any) -> list[Tensor]:
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-@contextmanager
-def rotated_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: int) -> Iterator[None]:
-    """Replace the original model's rotary_emb with cos and sin of exact angles, computed one token at a time."""
-    rotary_emb = model.model.rotary_emb
-    exact = ids_of(ids) if isinstance(ids, PositionTable) else ids
+def assert_logits(model: Any, got: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Assert that logits are, up to rounding, those of the call with these arguments."""
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        out: Tensor = model(*args, **kwargs).logits
+        return out
+
+    assert_within(got, run(), rounding(run, model.parameters()))
+
+
+def by_hand(model: Any, table: PositionTable, rotary: Any, run: Callable[[], Any]) -> tuple[Any, list[float]]:
+    """Run the original model with cos and sin of exact angles, computed one token at a time; return a bound as well."""
+    rotary_emb, exact = model.model.rotary_emb, ids_of(table)
 
     @cache
     def exact_cos_sin(layer_type: str | None) -> tuple[Tensor, Tensor]:
         one = rotary if layer_type is None else rotary[layer_type]
-        angle = torch.from_numpy(phases(exact, one)).reshape(batch, -1, one.num_pairs)
+        angle = torch.from_numpy(phases(exact, one)).reshape(table.num_documents, -1, one.num_pairs)
         angle = torch.cat((angle, angle), dim=-1)
         return torch.cos(angle) * one.attention_factor, torch.sin(angle) * one.attention_factor
 
@@ -127,6 +137,6 @@ def rotated_by_hand(model: Any, ids: PositionTable | Ids, rotary: Any, batch: in
 
     rotary_emb.forward = forward
     try:
-        yield
+        return run(), rounding(run, model.parameters())
     finally:
         del rotary_emb.forward

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -11,13 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from torch import Tensor
 
 from mmpos import Placeholders, SegmentTable
 
 IMAGE, VIDEO = 8, 9
+OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
+"""Model types whose thinker has the method."""
+
 FRAME_RATES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 23.976, 24, 25, 29.97, 30, 50, 60)
 """Common frame rates of videos, in frames per second; a grid of Qwen2.5-VL spans two frames."""
 
@@ -80,6 +83,38 @@ class Answer(NamedTuple):
     deltas: Array
 
 
+def classes(module: Any) -> list[Any]:
+    """Return the values defined in a module itself."""
+    return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+
+
+def modeling(model: str) -> Any:
+    model = {"glmga": "glm46v"}.get(model, model)
+    return importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+
+
+@cache
+def kind_of(model: str) -> Any:
+    """Return the class of a model type that defines the method; for Qwen Omni, the base class of thinker and talker."""
+    kinds = [cls for cls in classes(modeling(model)) if "get_rope_index" in vars(cls)]
+    if model in OMNI:
+        kinds = [cls for cls in kinds if "PreTrained" in cls.__name__]
+    (kind,) = kinds
+    return kind
+
+
+def method_of(model: str, config: Any) -> Callable[..., Any]:
+    """Return a model's get_rope_index, bound to an object with a config and the class's helpers but without weights."""
+    kind, model_object = kind_of(model), SimpleNamespace(config=config, spatial_merge_size=2)
+    helpers = ("get_vision_position_ids", "_group_visual_frames", "_frame_end_idx", "get_chunked_index")
+    for name in (*helpers, "get_llm_pos_ids_for_vision"):
+        if hasattr(kind, name):
+            static = any(isinstance(vars(base).get(name), staticmethod) for base in kind.__mro__)
+            setattr(model_object, name, getattr(kind, name) if static else getattr(kind, name).__get__(model_object))
+    bound: Callable[..., Any] = kind.get_rope_index.__get__(model_object)
+    return bound
+
+
 CLASSES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
@@ -88,16 +123,12 @@ def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
 
     ``listed`` passes the seconds as a list of floats instead of a tensor.
     """
-    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
-    kind = next(value for value in vars(module).values() if "get_rope_index" in getattr(value, "__dict__", {}))
     vision = SimpleNamespace(spatial_merge_size=layout.merge, tokens_per_second=layout.rate)
-    unbound = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
-    unbound.get_vision_position_ids = kind.get_vision_position_ids.__get__(unbound)
+    method = method_of(model, SimpleNamespace(vision_config=vision))
     seconds: dict[str, Any] = {}
     if layout.seconds is not None:
         seconds = {"second_per_grid_ts": layout.seconds if listed else torch.tensor(layout.seconds)}
-    ids, deltas = kind.get_rope_index(
-        unbound,
+    ids, deltas = method(
         torch.from_numpy(layout.input_ids),
         torch.from_numpy(layout.kinds),
         None if layout.images is None else torch.tensor(layout.images),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from layouts import FRAME_RATES, padded, random_layout
+from layouts import FRAME_RATES, OMNI, method_of, modeling, padded, random_layout
 from model_configs import ARGUMENTS, CONFIGS, TEXT, XDROPE, config_of
 from torch import Tensor
 
@@ -34,16 +34,12 @@ LIKE = {
 }
 """Model types whose method reads token types, and the model type whose random layouts they use."""
 
-OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
-"""Model types whose thinker has the method."""
-
 MODELS = (*LIKE, "hy_v4_vl", "hunyuan_vl", *OMNI)
 """Model types for which ``rope_index`` has a function."""
 
 PLACED = ("glm_image", "minicpmv4_7")
 """Other model types with the method, whose positions only ``ModelSettings`` computes."""
 
-IMAGE_HY4, VIDEO_HY4 = 120120, 120124
 
 Array = npt.NDArray[Any]
 
@@ -63,38 +59,6 @@ class Request:
     theirs: Callable[..., Any]
     arguments: dict[str, Any]
     needed: dict[str, Any] = field(default_factory=dict)
-
-
-def classes(module: Any) -> list[Any]:
-    """Return the values defined in a module itself."""
-    return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-
-
-def modeling(model: str) -> Any:
-    model = {"glmga": "glm46v"}.get(model, model)
-    return importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-
-
-@cache
-def kind_of(model: str) -> Any:
-    """Return the class of a model type that defines the method; for Qwen Omni, the base class of thinker and talker."""
-    kinds = [cls for cls in classes(modeling(model)) if "get_rope_index" in vars(cls)]
-    if model in OMNI:
-        kinds = [cls for cls in kinds if "PreTrained" in cls.__name__]
-    (kind,) = kinds
-    return kind
-
-
-def method_of(model: str, config: Any) -> Callable[..., Any]:
-    """Return a model's get_rope_index, bound to an object with a config and the class's helpers but without weights."""
-    kind, model_object = kind_of(model), SimpleNamespace(config=config, spatial_merge_size=2)
-    helpers = ("get_vision_position_ids", "_group_visual_frames", "_frame_end_idx", "get_chunked_index")
-    for name in (*helpers, "get_llm_pos_ids_for_vision"):
-        if hasattr(kind, name):
-            static = any(isinstance(vars(base).get(name), staticmethod) for base in kind.__mro__)
-            setattr(model_object, name, getattr(kind, name) if static else getattr(kind, name).__get__(model_object))
-    bound: Callable[..., Any] = kind.get_rope_index.__get__(model_object)
-    return bound
 
 
 def batch_of(random: Random, rows: list[list[int]]) -> tuple[Tensor, Array]:
@@ -173,7 +137,7 @@ def like_qwen(random: Random, model: str) -> Request:
     return Request(rope_index({"model_type": model, "vision_config": vision}), theirs, arguments)
 
 
-# HunYuan-VL.
+# HunYuan-VL and Hy4.
 
 
 @cache
@@ -184,66 +148,42 @@ def hunyuan(axes: int) -> Any:
     return CONFIGS["hunyuan_vl"](text_config=deepcopy(text))
 
 
-def _hunyuan_row(random: Random, images: list[list[int]]) -> list[int]:
-    """Draw text and marked images whose rows end with a token, mostly with one more token before and after them."""
-    begin, end, patch = 120118, 120119, 120120
-    row = [TEXT, *text_of(random, 5)]
-    for _ in range(random.choice([0, 1, 1, 2, 3])):
-        height, width = random.randint(1, 5), random.randint(1, 5)
-        images.append([1, 2 * height, 2 * width])
-        row += [begin, *[patch] * (height * (width + 1) + random.choice([2, 2, 0])), end, *text_of(random, 4)]
-    return row
-
-
 def like_hunyuan(random: Random, model: str) -> Request:
-    """Draw rows with images of any size, padded and masked with holes, in any dtype."""
-    config = hunyuan(random.choice([3, 4, 4, 5]))
-    images: list[list[int]] = []
-    ids, real = batch_of(random, [_hunyuan_row(random, images) for _ in range(random.randint(1, 4))])
-    kinds = ((ids.numpy() == 120120) & real).astype(np.int64)
-    types = kinds.copy()
-    sevenths = np.arange(kinds.size).reshape(kinds.shape) % 7 == random.randrange(9)
-    types[(kinds == 0) & sevenths] = 2  # type 2 counts as text
+    """Draw rows of images, and of videos of Hy4, of any size, padded and masked with holes, in any dtype.
+
+    One more token ends each row of each frame; an image of HunYuan-VL mostly has one more before it and one after it.
+    """
+    hy4, rows = model == "hy_v4_vl", []
+    begin, end, more = (TEXT, TEXT, [0]) if hy4 else (120118, 120119, [2, 2, 0])
+    config = config_of(model) if hy4 else hunyuan(random.choice([3, 4, 4, 5]))
+    grids: dict[int, list[list[int]]] = {token: [] for token in ((120120, 120124) if hy4 else (120120,))}
+    for _ in range(random.randint(1, 4)):
+        row = [TEXT, *text_of(random, 5)]
+        for token in random.choices(list(grids), k=random.choice([0, 1, 1, 2, 3])):
+            frames = random.randint(1, 3) if token == 120124 else 1
+            height, width = random.randint(1, 5), random.randint(1, 5)
+            grids[token].append([frames, 2 * height, 2 * width])
+            row += [begin, *[token] * (frames * height * (width + 1) + random.choice(more)), end, *text_of(random, 4)]
+        rows.append(row)
+    ids, real = batch_of(random, rows)
+    types = np.zeros(real.shape, np.int64)
+    for kind, token in enumerate(grids, 1):
+        types[(ids.numpy() == token) & real] = kind
+    if not hy4:  # type 2 counts as text
+        types[(types == 0) & (np.arange(types.size).reshape(types.shape) % 7 == random.randrange(9))] = 2
     arguments: dict[str, Any] = {
-        "input_ids": ids.to(random.choice([torch.int64, torch.int32])),
+        "input_ids": ids if hy4 else ids.to(random.choice([torch.int64, torch.int32])),
         "mm_token_type_ids": any_integers(random, types),
     }
     if not real.all() or random.random() < 0.3:
         arguments["attention_mask"] = mask_of(random, real, types)
-    if images and random.random() < 0.9:
-        more = [[random.randrange(3), random.randrange(2), random.randrange(2)] for _ in images]
-        arguments["image_grid_thw"] = torch.tensor(images) + torch.tensor(more)
-    return Request(rope_index(config), method_of(model, config), arguments)
-
-
-# Hy4.
-
-
-def _hy4_row(random: Random, grids: dict[int, list[list[int]]]) -> list[int]:
-    """Draw text, images and videos, with one more token after each row of each frame and no text between frames."""
-    row = [TEXT, *text_of(random, 5)]
-    for token in random.choices(list(grids), k=random.randint(0, 3)):
-        frames = random.randint(1, 3) if token == VIDEO_HY4 else 1
-        height, width = random.randint(1, 4), random.randint(1, 4)
-        grids[token].append([frames, 2 * height, 2 * width])
-        row += [*[token] * (frames * height * (width + 1)), TEXT, *text_of(random, 4)]
-    return row
-
-
-def like_hy4(random: Random, model: str) -> Request:
-    """Draw rows with images and videos of any size, padded and masked with holes; sometimes with one more grid."""
-    grids: dict[int, list[list[int]]] = {IMAGE_HY4: [], VIDEO_HY4: []}
-    ids, real = batch_of(random, [_hy4_row(random, grids) for _ in range(random.randint(1, 4))])
-    kinds = sum((ids.numpy() == token) * real * kind for kind, token in enumerate(grids, 1))
-    arguments: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": any_integers(random, np.asarray(kinds))}
-    if not real.all() or random.random() < 0.3:
-        arguments["attention_mask"] = mask_of(random, real, np.asarray(kinds))
-    for name, own in zip(("image_grid_thw", "video_grid_thw"), grids.values(), strict=True):
-        odd = [[0, random.randrange(2), random.randrange(2)] for _ in own]
-        more = [[1, 6, 6]] if random.random() < 0.2 else []
-        every = torch.tensor([*(np.array(own) + odd).tolist(), *more]) if own else torch.tensor(more)
-        arguments[name] = every if len(every) else None
-    config = config_of(model)
+    for name, own in zip(("image_grid_thw", "video_grid_thw"), grids.values(), strict=False):
+        every = [
+            [f + random.randrange(1 if hy4 else 3), h + random.randrange(2), w + random.randrange(2)] for f, h, w in own
+        ]
+        every += [[1, 6, 6]] if hy4 and random.random() < 0.2 else []
+        if every and (hy4 or random.random() < 0.9):
+            arguments[name] = torch.tensor(every)
     return Request(rope_index(config), method_of(model, config), arguments)
 
 
@@ -256,8 +196,8 @@ SECONDS = [*(Fraction(2, fps) for fps in (1, 2, 3, 4, 5, 8)), Fraction(5), Fract
 
 @cache
 def omni_config(model: str) -> Any:
-    """Return a config with the marker for which the class has no default."""
-    config = config_of(model)
+    """Return a config with the marker that the class lacks; its rotation, which is not read, is invalid."""
+    config = CONFIGS[model]()
     config.thinker_config.vision_start_token_id = VISION
     if model == "qwen3_omni_moe":
         config.thinker_config.position_id_per_seconds = 13
@@ -354,8 +294,7 @@ def like_omni(random: Random, model: str) -> Request:
 
 FAMILIES: Mapping[str, Callable[[Random, str], Request]] = {
     **dict.fromkeys(LIKE, like_qwen),
-    "hunyuan_vl": like_hunyuan,
-    "hy_v4_vl": like_hy4,
+    **dict.fromkeys(("hunyuan_vl", "hy_v4_vl"), like_hunyuan),
     **dict.fromkeys(OMNI, like_omni),
 }
 """The function that draws random requests of each of MODELS."""

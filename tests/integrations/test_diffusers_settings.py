@@ -219,7 +219,11 @@ def test_sizes_must_be_multiples_of_a_patch_and_ids_must_fit_the_models_tables()
         from_diffusers({"_class_name": f"{name}Model"})
         for name in ("FluxTransformer2D", "QwenImageTransformer2D", "WanTransformer3D", "QwenImage21Transformer2D")
     )
+    cog_fields = {"use_rotary_positional_embeddings": True, "patch_size_t": 2}
+    cog = from_diffusers(of_class("CogVideoXTransformer3DModel", **cog_fields))
     assert flux.grid(128, 96) == Grid(64, 48)
+    packed = from_diffusers(of_class("BriaFibo2Transformer2DModel"))  # its pipeline packs 2 × 2 latents first
+    assert packed.grid(128, 96) == Grid(32, 24)
     assert wan.grid(60, 104, frames=21) == Grid(30, 52, frames=21)
     for fps in (25, 25.0, Fraction(25)):
         assert wan.grid(2, 2, frames=2, fps=fps) == Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 25))
@@ -237,6 +241,7 @@ def test_sizes_must_be_multiples_of_a_patch_and_ids_must_fit_the_models_tables()
         (qwen, [[Text(5), Grid(8, 8)], [Text(4093), Grid(8, 8)]], "[1]: got ids from 4 to 4096 on axis 0, want -4096 "),
         # The size of a reference shifts the text.
         (qwen, [[Text(5), Grid(8, 8), Grid(8194, 8)]], "[0]: got ids from 4097 to 4101 on axis 0, want -4096 to 4095"),
+        (cog, [[Grid(31, 2, frames=2)]], "[0]: got ids from 0 to 30 on axis 1, want 0 to 29, the tables of CogVideoX"),
         (qwen, [[Text(5)] + [Grid(1, 1)] * 4097], "[0]: got ids from 4096 to 4096 on axis 0, want -4096 to 4095, the "),
         (
             qwen_21,

@@ -1,27 +1,29 @@
-"""generate with images: every decoding method continues each row at its next position in the table."""
+"""Batches and generation of patched models: documents are independent, and continue at their next positions."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
-from cache_name import CACHE
-from hf_models import as_ids, model_of, rotary_of, tokens, two_rows
+from hf_models import CONFIGS, WAYS, as_ids, assert_logits, model_of, patched, rotary_of, text, tokens, two_rows
 from refusals import assert_refused
 from tolerance import assert_within, rounding
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 
-from mmpos import Grid, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.hf import patch, unpatch
-from mmpos.integrations.hf.positions import Prompt, prepare_inputs_for_generation
 from mmpos.rotary import DevicePositions
 
 SEGMENTS = SegmentTable.from_documents([[Text(5), Grid(3, 4), Text(7)], [Text(2), Grid(2, 3), Text(1)]])
 NEW = 6
+CACHE = next(name for name in ("cache", "past_key_values") if name in signature(LlamaForCausalLM.forward).parameters)
+"""The cache's parameter name in the installed Transformers, which 5.24 renamed."""
 
 
 def prompts(scheme: str = "rope-tie") -> tuple[Tensor, Tensor, PositionTable]:
@@ -55,14 +57,135 @@ def greedy_tokens(model: Any, prompt: Tensor, table: PositionTable, row: int) ->
     return sequence[0, -NEW:].tolist()
 
 
-def patched(name: str = "llama") -> Any:
-    model = model_of(name)
-    return patch(model, rotary_of(model), implementation="reference")
-
-
 def generated(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model.generate(*args, **{"max_new_tokens": NEW, "do_sample": False, **kwargs})
 
+
+# Packed, padded and cached batches: every document has the same logits as in a separate run.
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_documents_have_the_same_logits_as_in_separate_runs(attention: str, way: str) -> None:
+    model = model_of("llama", attn_implementation=attention)
+    table = place(SegmentTable.from_documents([[Text(4), Grid(2, 3), Text(3)], [Text(1)], [Grid(2, 2), Text(6)]]))
+    input_ids = tokens(1, table.num_tokens)
+    patched(model, way)
+    restart = torch.cat([torch.arange(n) for n in table.lengths.tolist()])[None]
+    with torch.no_grad():
+        packed = model(input_ids, mm_position_ids=table)
+        dense = torch.from_numpy(table.dense())[:, None]
+        from_ids = model(input_ids, mm_position_ids=dense, position_ids=restart, use_cache=False)
+        assert packed.get(CACHE) is None
+        assert torch.equal(model(input_ids, mm_position_ids=table, position_ids=restart).logits, packed.logits)
+        assert torch.equal(from_ids.logits, packed.logits)
+    for start, stop in itertools.pairwise(table.cu_seqlens.tolist()):
+        part = packed.logits[:, start:stop]
+        assert_logits(model, part, input_ids[:, start:stop], mm_position_ids=table.slice(start, stop))
+
+
+def test_arguments_that_cannot_separate_packed_documents_are_refused() -> None:
+    model, table = model_of("llama"), text(4, 5)
+    input_ids = tokens(1, 9)
+    patched(model)
+    with pytest.raises(UnsupportedError, match="use_cache: got True for packed documents"):
+        model(input_ids, mm_position_ids=table, use_cache=True)
+    with pytest.raises(InvalidInputError, match=r"attention_mask: got shape \(1, 9\) for packed documents"):
+        model(input_ids, mm_position_ids=table, attention_mask=torch.ones(1, 9))
+    for name in ("cache", CACHE):
+        with pytest.raises(UnsupportedError, match=f"^{name} cannot be combined with packed documents"):
+            model(input_ids, mm_position_ids=table, **{name: DynamicCache()})
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    document = torch.tensor([0] * 4 + [1] * 5)
+    mask = (causal & (document[:, None] == document))[None, None]
+    with torch.no_grad():
+        got = model(input_ids, mm_position_ids=table, attention_mask=mask, use_cache=False).logits
+    assert_logits(model, got, input_ids, mm_position_ids=table)
+
+
+def test_a_slice_with_one_nonempty_document_is_not_packed() -> None:
+    model, table, input_ids = patched("llama"), text(4, 5), tokens(1, 9)
+    with torch.no_grad():
+        want = model(input_ids[:, 4:], mm_position_ids=text(5)).logits
+        part = table.slice(4, 9)  # the first document is empty
+        mask = torch.ones(1, 5, dtype=torch.int64)
+        first = model(input_ids[:, 4:7], mm_position_ids=table.slice(4, 7), use_cache=True)
+        rest = model(input_ids[:, 7:], mm_position_ids=table.slice(7, 9), **{CACHE: first[CACHE]})
+        assert torch.equal(model(input_ids[:, 4:], mm_position_ids=part, attention_mask=mask).logits, want)
+    assert_logits(model, torch.cat((first.logits, rest.logits), dim=1), input_ids[:, 4:], mm_position_ids=text(5))
+
+
+@pytest.mark.parametrize("lengths", [(4, 5), (4, 4)])
+def test_device_positions_of_packed_documents_require_position_ids(lengths: tuple[int, int]) -> None:
+    model, table, input_ids = patched("llama"), text(*lengths), tokens(1, sum(lengths))
+    packed = DevicePositions.from_table(table)
+    restart = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        want = model(input_ids, mm_position_ids=table).logits
+        got = model(input_ids, mm_position_ids=packed, position_ids=restart, use_cache=False).logits
+    assert torch.equal(got, want)
+    for mask in (None, torch.ones(1, sum(lengths))):
+        with pytest.raises(InvalidInputError, match=r"DevicePositions of several documents, .* want position_ids"):
+            model(input_ids, mm_position_ids=packed, attention_mask=mask)
+
+
+MIXERS: dict[str, dict[str, Any]] = {
+    "afmoe": {},  # its masks ignore position_ids
+    "granitemoehybrid": {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},  # so do its masks
+    "falcon_h1": {  # a convolution and a state-space layer run in parallel with each attention layer
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_models_that_mix_documents_refuse_packed_rows(name: str) -> None:
+    model, input_ids, table = model_of(name, **MIXERS[name]), tokens(1, 9), text(4, 5)
+    with torch.no_grad():
+        want = model(input_ids[:, 4:]).logits
+        patch(model, rotary_of(model, precision="hf"))
+        for ids in (table, DevicePositions.from_table(table)):
+            with pytest.raises(
+                UnsupportedError, match="several documents in one row, which this model cannot separate"
+            ):
+                model(input_ids, mm_position_ids=ids)
+        assert torch.equal(model(input_ids[:, 4:], mm_position_ids=text(5)).logits, want)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_have_the_same_logits_as_in_separate_runs(side: Any) -> None:
+    model, table, input_ids = patched("mistral"), place(SEGMENTS), tokens(2, 24)
+    padded, (ids, mask) = table.pad(side=side), table.padded(side=side)
+    with torch.no_grad():
+        run = partial(model, input_ids, attention_mask=torch.from_numpy(mask))
+        got = run(mm_position_ids=padded).logits
+        assert torch.equal(got, run(mm_position_ids=torch.from_numpy(ids)).logits)
+    for row, (start, stop) in enumerate(itertools.pairwise(table.cu_seqlens.tolist())):
+        real = torch.from_numpy(mask[row] == 1)
+        assert_logits(model, got[None, row, real], input_ids[row, real][None], mm_position_ids=table.slice(start, stop))
+
+
+@pytest.mark.parametrize(("name", "way"), [*((name, "reference") for name in CONFIGS), ("llama", "fused")])
+def test_decoding_with_a_cache_gives_the_same_logits_as_a_full_forward_pass(name: str, way: str) -> None:
+    model, table = patched(name, way), two_rows()
+    longer = table.window([0, 1], [0, 0], [27, 27])  # each prompt and three tokens after it
+    input_ids = tokens(2, 27)
+    with torch.no_grad():
+        first = model(input_ids[:, :10], mm_position_ids=table.window([0, 1], [0, 0], [10, 10]))  # cuts both images
+        cached, steps = {CACHE: first[CACHE]}, [first.logits]
+        steps.append(
+            model(input_ids[:, 10:24], **cached, mm_position_ids=table.window([0, 1], [10] * 2, [14] * 2)).logits
+        )
+        for step in range(3):
+            ids = table.decode(step + 1).take([step, 2 * step + 1], [step + 1, 2 * step + 2])
+            steps.append(model(input_ids[:, [24 + step]], **cached, mm_position_ids=ids).logits)
+    assert_logits(model, torch.cat(steps, dim=1), input_ids, mm_position_ids=longer)
+
+
+# Generation.
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "dynamic cache": {},
@@ -82,7 +205,7 @@ def test_every_decoding_method_generates_the_same_tokens_as_full_forward_passes(
 
 
 def test_prompts_can_be_passed_as_embeddings() -> None:
-    model, (input_ids, mask, table) = patched(), prompts()
+    model, (input_ids, mask, table) = patched("llama"), prompts()
     embeds = model.get_input_embeddings()(input_ids).detach()
     alone = generated(model, inputs_embeds=embeds, attention_mask=mask, mm_position_ids=table)
     assert alone.tolist() == reference_tokens()
@@ -92,7 +215,7 @@ def test_prompts_can_be_passed_as_embeddings() -> None:
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
 def test_dense_ids_and_device_positions_generate_the_same_tokens_as_the_table(scheme: str) -> None:
-    model, (input_ids, mask, table) = patched(), prompts(scheme)
+    model, (input_ids, mask, table) = patched("llama"), prompts(scheme)
     dense = as_ids(table)
     next_positions = torch.from_numpy(table.next_positions.copy())
     for ids in (dense, DevicePositions.from_table(table)):
@@ -101,7 +224,7 @@ def test_dense_ids_and_device_positions_generate_the_same_tokens_as_the_table(sc
 
 
 def test_beams_keep_the_positions_of_their_row() -> None:
-    model, (input_ids, mask, table) = patched(), prompts()
+    model, (input_ids, mask, table) = patched("llama"), prompts()
     output = generated(
         model,
         input_ids,
@@ -130,16 +253,16 @@ def test_beams_keep_the_positions_of_their_row() -> None:
 
 @pytest.mark.parametrize("assistant", ["a copy", "tokens of the prompt"])
 def test_draft_tokens_are_verified_at_their_own_positions(assistant: str) -> None:
-    model, (input_ids, mask, table) = patched(), prompts()
+    model, (input_ids, mask, table) = patched("llama"), prompts()
     first = table.window([0], [0], [24])
-    options = {"assistant_model": patched()} if assistant == "a copy" else {"prompt_lookup_num_tokens": 3}
+    options = {"assistant_model": patched("llama")} if assistant == "a copy" else {"prompt_lookup_num_tokens": 3}
     output = generated(model, input_ids[:1], attention_mask=mask[:1], mm_position_ids=first, **options)
     assert output[:, 24:].tolist() == reference_tokens()[:1]
 
 
 @pytest.mark.parametrize("prompt", ["all tokens", "new tokens"])
 def test_generation_continues_from_a_cache(prompt: str) -> None:
-    model, input_ids, table = patched(), tokens(1, 24), two_rows().window([0], [0], [24])
+    model, input_ids, table = patched("llama"), tokens(1, 24), two_rows().window([0], [0], [24])
     with torch.no_grad():
         cache = model(input_ids[:, :9], mm_position_ids=table.slice(0, 9))[CACHE]
     assert isinstance(cache, DynamicCache)
@@ -151,7 +274,7 @@ def test_generation_continues_from_a_cache(prompt: str) -> None:
 
 
 def test_generate_without_positions_gives_the_same_tokens_as_the_unpatched_model() -> None:
-    model, (input_ids, mask, table) = patched(), prompts()
+    model, (input_ids, mask, table) = patched("llama"), prompts()
     without = generated(model, input_ids, attention_mask=mask)
     with_positions = generated(model, input_ids, attention_mask=mask, mm_position_ids=table)
     unpatch(model)
@@ -159,39 +282,15 @@ def test_generate_without_positions_gives_the_same_tokens_as_the_unpatched_model
     assert not torch.equal(without, with_positions)
 
 
-def test_columns_equal_the_dense_ids_of_a_longer_window() -> None:
-    table = place(SEGMENTS, "rope-tie-v2").pad(side="left")
-    prompt = Prompt(as_ids(table), torch.from_numpy(table.next_positions.copy()))
-    longer = table.window([0, 1], [0, 0], [30, 30]).dense().reshape(2, 2, 30)
-    for start, length in ((0, 24), (3, 9), (20, 10), (24, 1), (27, 3)):
-        for at in (start, torch.tensor(start)):  # static caches store their length in a tensor
-            got = prompt.columns(at, length, 4)
-            assert got.dtype == torch.float64
-            assert got.tolist() == longer[:, [0, 0, 1, 1], start : start + length].tolist()
-
-
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_the_ids_of_a_step_start_at_the_end_of_its_cache(name: str) -> None:
-    class Model:
-        def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-            return {"input_ids": input_ids[:, -1:]}
-
-    prompt, cache = Prompt(as_ids(two_rows()), torch.tensor([50, 60])), DynamicCache()
-    cache.update(torch.zeros(2, 1, 26, 4), torch.zeros(2, 1, 26, 4), 0)
-    arguments: dict[str, Any] = {"mm_position_ids": prompt, "inputs_embeds": None, name: cache}
-    prepared: dict[str, Any] = prepare_inputs_for_generation(Model(), torch.zeros(2, 27).long(), **arguments)
-    assert prepared["mm_position_ids"].tolist() == [[[52], [62]]] * 2
-
-
 def test_generation_continues_a_slice_that_contains_one_of_several_packed_prompts() -> None:
-    model, (input_ids, _, _), packed = patched(), prompts(), place(SEGMENTS)
+    model, (input_ids, _, _), packed = patched("llama"), prompts(), place(SEGMENTS)
     output = generated(model, input_ids[1:, 15:], mm_position_ids=packed.slice(24, 33))
     assert output[:, 9:].tolist() == reference_tokens()[1:]
 
 
 @pytest.mark.parametrize("source", ["argument", "config", "positional config", "config of the model"])
 def test_classifier_free_guidance_is_refused(source: str) -> None:
-    model, (input_ids, mask, table) = patched(), prompts()
+    model, (input_ids, mask, table) = patched("llama"), prompts()
     config = GenerationConfig(guidance_scale=1.5)
     if source == "config of the model":
         model.generation_config = config
@@ -205,7 +304,7 @@ def test_classifier_free_guidance_is_refused(source: str) -> None:
 def test_generation_beyond_int32_ids_is_refused() -> None:
     table = place(SegmentTable.from_documents([[Text(4)]]), start=2**31 - 5)
     message = "positions: got ids from 2147483648 to 2147483648, want finite ids within int32"
-    assert_refused(message, lambda: generated(patched(), tokens(1, 4), mm_position_ids=table))
+    assert_refused(message, lambda: generated(patched("llama"), tokens(1, 4), mm_position_ids=table))
 
 
 ZEROS, BOTH = torch.zeros(2, 2, 24), torch.tensor([1, 1])
@@ -227,6 +326,6 @@ REFUSED: list[tuple[str, object, object]] = [
 
 @pytest.mark.parametrize(("message", "ids", "next_positions"), REFUSED, ids=range(len(REFUSED)))
 def test_invalid_prompts_are_refused(message: str, ids: object, next_positions: object) -> None:
-    model, (input_ids, mask, _) = patched(), prompts()
+    model, (input_ids, mask, _) = patched("llama"), prompts()
     arguments = {"attention_mask": mask, "mm_position_ids": ids, "mm_next_positions": next_positions}
     assert_refused(message, lambda: generated(model, input_ids, **arguments))

@@ -1,10 +1,10 @@
-"""State of a patched model: nothing remains after unpatch or between calls, and copies are independent."""
+"""State and errors of patched models: nothing remains after unpatch or between calls, and copies are independent."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from hf_models import WAYS, config_of, model_of, patched, rotary_of, text, tokens, two_rows
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForSequenceClassification
+from refusals import assert_refused
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
-from mmpos import InvalidInputError, PositionTable, UnsupportedError
+from mmpos import InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.hf import patch, unpatch
-from mmpos.integrations.hf.patches import Attribute, Patch
+from mmpos.rotary import DevicePositions, Rotary, YaRN
 
 
 def state(model: torch.nn.Module) -> list[Any]:
@@ -69,19 +69,6 @@ def test_a_forward_set_by_other_code_is_not_replaced() -> None:
     assert "forward" in vars(attention)
 
 
-def test_a_failed_patch_leaves_nothing_behind() -> None:
-    module = nn.Linear(1, 1)
-    before = sorted(vars(module))
-
-    def hooks() -> Iterator[RemovableHandle]:
-        yield module.register_forward_hook(lambda *_: None)
-        raise RuntimeError("no more hooks")
-
-    with pytest.raises(RuntimeError, match="no more hooks"):
-        Patch.install(module, hooks, [Attribute(module, "forward", module.forward)])
-    assert (sorted(vars(module)), len(module._forward_hooks)) == (before, 0)
-
-
 def test_unpatch_refuses_to_remove_a_forward_set_by_other_code() -> None:
     model = model_of("llama")
     patch(model, rotary_of(model), implementation="triton")
@@ -109,7 +96,7 @@ def test_a_failed_call_does_not_affect_the_next(way: str) -> None:
 
 
 def test_threads_that_share_a_model_use_their_own_positions() -> None:
-    model, input_ids = patched(model_of("llama")), tokens(2, 24)
+    model, input_ids = patched("llama"), tokens(2, 24)
     tables = [two_rows(scheme) for scheme in ("rope-tie", "rope-tie-v2", "naive-2d", "rope-tie-fractional")] * 3
 
     @torch.no_grad()
@@ -124,7 +111,7 @@ def test_threads_that_share_a_model_use_their_own_positions() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_patched_and_independent(copied: Callable[[Any], Any], way: str) -> None:
-    model, input_ids, table = patched(model_of("llama"), way), tokens(2, 24), two_rows()
+    model, input_ids, table = patched("llama", way), tokens(2, 24), two_rows()
     want = model(input_ids, mm_position_ids=table).logits
     other = copied(model)
     assert torch.equal(other(input_ids, mm_position_ids=table).logits, want)
@@ -138,7 +125,7 @@ def test_copies_are_patched_and_independent(copied: Callable[[Any], Any], way: s
 
 
 def test_models_without_a_head_or_with_a_different_head_can_be_patched() -> None:
-    model, input_ids, table = patched(model_of("llama")), tokens(2, 24), two_rows()
+    model, input_ids, table = patched("llama"), tokens(2, 24), two_rows()
     want = model.model(input_ids, mm_position_ids=table).last_hidden_state
     unpatch(model)
     patch(model.model, rotary_of(model))
@@ -151,10 +138,134 @@ def test_models_without_a_head_or_with_a_different_head_can_be_patched() -> None
     assert not torch.equal(classifier(input_ids, mm_position_ids=table).logits, classifier(input_ids).logits)
 
 
-def test_positions_follow_the_dtype_of_autocast() -> None:
-    model, input_ids = model_of("llama"), tokens(2, 24)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        want = model(input_ids).logits
-        got = patch(model, rotary_of(model, precision="hf"))(input_ids, mm_position_ids=text(24, 24)).logits
-    assert got.dtype == torch.bfloat16
-    assert torch.equal(got, want)
+# Errors.
+
+
+def refused(message: str, model: Any, rotary: Any, **arguments: Any) -> None:
+    """Check that patch raises an error whose message begins with this text."""
+    assert_refused(message, lambda: patch(model, rotary, **arguments), (InvalidInputError, UnsupportedError))
+
+
+MINICPM3 = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+UNLIKE: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("granite_swa", "GraniteSWAForCausalLM", {"layer_rope_theta": [1e4, 5e5]}, "has 3 modules of type GraniteSWARotar"),
+    ("minicpm3", "MiniCPM3ForCausalLM", MINICPM3, "has no head_dim in the self_attn of layer 0"),
+    ("beam", "BeamForCausalLM", {}, "does not rotate its layers of type 'full_attention'"),
+)
+
+
+def test_unsupported_models_and_rotaries_are_refused() -> None:
+    model = model_of("llama")
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=1, vocab_size=8))
+    for other, message in (
+        (gpt2, "model: got GPT2LMHeadModel, which has no rotary_emb next to its layers"),
+        (model_of("cohere"), "model: got 'cohere', which has pairing 'adjacent', want pairing 'half'"),
+        *((model_of(name, **changes), f"model: got {kind}, which {why}") for name, kind, changes, why in UNLIKE),
+    ):
+        refused(message, other, Rotary(16))
+    for rotary, message in (
+        (Rotary(32), "rotary.head_dim: got 32, want 16 as in the model"),
+        (Rotary(16, rotary_dim=8), "rotary.rotary_dim: got 8, want 16"),
+        (Rotary(16, pairing="adjacent"), "rotary.pairing: got 'adjacent', want 'half'"),
+        (Rotary(16, scaling=YaRN(4.0, 128)), "rotary.attention_factor: got 1.138629"),
+        ({"full_attention": Rotary(16)}, "rotary: got dict, want one Rotary"),
+        ("rope", "rotary: got str, want one Rotary"),
+    ):
+        refused(message, model, rotary)
+    refused("implementation: got 'cuda'", model, Rotary(16), implementation="cuda")
+    patch(model, Rotary(16))
+    for again in (model, model.model):
+        refused("model: got a patched model", again, Rotary(16))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_cos_and_sin_of_an_unexpected_shape_are_refused(way: str) -> None:
+    model = patched(model_of("gpt_oss", num_local_experts=2), way)
+    with pytest.raises(UnsupportedError, match=r"got cos of shape \(1, 24, 8\) in GptOssAttention, want \(batch"):
+        model(tokens(2, 24), mm_position_ids=two_rows())
+
+
+PARTLY: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+NO_KERNEL: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("phi3", {"rope_parameters": PARTLY}, "implementation: got 'triton' for 8 of 16 channels, want 'reference'"),
+    (
+        "gemma3n_text",
+        {"vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "intermediate_size": [96] * 2},
+        "implementation: got 'triton' for Gemma3nTextAttention, which does not rotate q and k in one call",
+    ),
+    (  # the indexer receives cos and sin as well
+        "minimax_m3_vl_text",
+        {"layer_types": ["minimax_m3_sparse"] * 2, "rotary_dim": 16},
+        "implementation: got 'triton' for MiniMaxM3VLAttention, which does not rotate q and k in one call",
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), NO_KERNEL)
+def test_the_kernel_is_refused_for_models_that_do_not_rotate_all_of_q_and_k_in_one_call(
+    name: str, changes: Any, message: str
+) -> None:
+    model = model_of(name, **changes)
+    refused(message, model, rotary_of(model), implementation="triton")
+    if name == "phi3":
+        by_heads = rotary_of(model, allocation="heads", head_axes=[0, 1])
+        refused("rotary: got head_axes, want the same axes for all heads", model, by_heads)
+    patch(model, rotary_of(model), implementation="auto")
+    assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
+
+
+def test_every_layer_type_requires_a_rotary() -> None:
+    model, kinds = model_of("gemma3"), ("full_attention", "sliding_attention")
+    want = f"want a mapping from each layer type of {[*kinds]} to a Rotary"
+    for rotary, message in (
+        (Rotary(16), f"rotary: got Rotary, {want}"),
+        ({"full_attention": Rotary(16)}, f"rotary: got ['full_attention'], {want}"),
+        (dict(zip(kinds, (Rotary(16), Rotary(16, axes=1)), strict=True)), "rotary: got [1, 2] axes, want the same"),
+        (
+            dict(zip(kinds, (Rotary(16), Rotary(8)), strict=True)),
+            "rotary['sliding_attention'].head_dim: got 8, want 16",
+        ),
+    ):
+        refused(message, model, rotary)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(2, 24, dtype=torch.int64), r"got shape \(2, 24\), want \(2, 2, 24\): \(axes, batch, seq\)"),
+        (torch.zeros(3, 2, 24, dtype=torch.int64), r"got shape \(3, 2, 24\), want \(2, 2, 24\)"),
+        (torch.zeros(2, 2, 24), "got dtype torch.float32, want int32, int64 or float64"),
+        (torch.zeros(2, 2, 24, dtype=torch.int64, device="meta"), "got a tensor on meta, want cpu"),
+        ([[0] * 24] * 2, "got list, want a PositionTable, DevicePositions or a tensor of ids"),
+        (text(24), "got 24 tokens, want 48 in 2 rows of 24"),
+        (text(20, 28), "got documents of unequal numbers of tokens, want 24, the length of a row; pad the table"),
+        (text(16, 16, 16), "got documents of 16 tokens, want 24"),
+        (place(SegmentTable.from_documents([[Text(24)]] * 2), "flatten"), "got 1 axis, want 2"),
+    ],
+    ids=range(9),
+)
+def test_invalid_positions_in_a_call_are_refused(ids: object, message: str) -> None:
+    model = patched("llama")
+    with pytest.raises(InvalidInputError, match=f"mm_position_ids: {message}"):
+        model(tokens(2, 24), mm_position_ids=ids)
+
+
+def test_positions_require_tokens_and_an_argument_of_their_own() -> None:
+    model = patched("llama")
+    for table, name in ((two_rows(), "PositionTable"), (DevicePositions.from_table(two_rows()), "DevicePositions")):
+        with pytest.raises(InvalidInputError, match=f"position_ids: got {name}, want it in mm_position_ids"):
+            model(tokens(2, 24), position_ids=table)
+    for call in (model, model.generate):
+        with pytest.raises(InvalidInputError, match="mm_position_ids requires input_ids or inputs_embeds, got neither"):
+            call(mm_position_ids=two_rows())
+
+
+def test_a_model_that_drops_extra_arguments_is_refused() -> None:
+    model = patched("llama")
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "mm_rotations"}),
+            with_kwargs=True,
+        )
+    with pytest.raises(UnsupportedError, match="got LlamaModel, which does not forward extra keyword arguments"):
+        model(tokens(2, 24), mm_position_ids=two_rows())

@@ -16,9 +16,9 @@ import pytest
 import torch
 from chat_tokenizer import OURS, QWENS, TEMPLATE, chat_tokenizer
 from data_corpus import photo
+from layouts import method_of
 from qwen_processors import config_of, processor_of
 from refusals import assert_refused
-from rope_batches import method_of
 
 import mmpos
 from mmpos import SCHEMES, ImageProcessor, ImageSize, InvalidInputError, Markers, MmposError, UnsupportedError
@@ -89,17 +89,13 @@ def test_every_row_equals_the_sequence_that_the_builder_builds(options: dict[str
     np.testing.assert_array_equal(batch["positions"].dense().reshape(-1, 3, width), batch["mm_position_ids"])
 
 
-def test_rows_without_tensors_are_lists() -> None:
-    processor = make_processor()
-    batch = processor([WIDE], TEXTS[:2])
-    rows = [build(processor, TEXTS[0], [WIDE]), build(processor, TEXTS[1], [])]
-    assert batch["input_ids"] == [row.input_ids.tolist() for row in rows]
-    assert batch["attention_mask"] == [[1] * row.input_ids.size for row in rows]
-    assert batch["mm_token_type_ids"] == [row.token_type_ids.tolist() for row in rows]
-    assert [ids.tolist() for ids in batch["mm_position_ids"]] == [row.positions.dense().tolist() for row in rows]
-
-
 def test_rows_are_padded_to_max_length_or_returned_whole() -> None:
+    plain = make_processor()([WIDE], TEXTS[:2])  # without tensors, rows are lists
+    rows = [build(make_processor(), text, images) for text, images in zip(TEXTS[:2], [[WIDE], []], strict=True)]
+    assert plain["input_ids"] == [row.input_ids.tolist() for row in rows]
+    assert plain["attention_mask"] == [[1] * row.input_ids.size for row in rows]
+    assert plain["mm_token_type_ids"] == [row.token_type_ids.tolist() for row in rows]
+    assert [ids.tolist() for ids in plain["mm_position_ids"]] == [row.positions.dense().tolist() for row in rows]
     processor = make_processor(chat_tokenizer(pad_token=None, padding_side="left"))
     (row,) = processor(text=["this"])["input_ids"]
     assert processor(text=["this", "this"], return_tensors="pt")["input_ids"].tolist() == [row, row]
@@ -123,21 +119,17 @@ def test_pixel_values_are_those_of_the_image_processor() -> None:
 
 def chat(*content: Any, answer: str | None = None) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": "user", "content": list(content)}]
-    return messages + [{"role": "assistant", "content": [{"type": "text", "text": answer}]}] * (answer is not None)
+    return messages + [{"role": "assistant", "content": [block(answer, "text")]}] * (answer is not None)
 
 
-def text_block(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def image_block(image: object) -> dict[str, Any]:
-    return {"type": "image", "image": image}
+def block(value: object, kind: str = "image") -> dict[str, Any]:
+    return {"type": kind, kind: value}
 
 
 def test_chats_equal_the_text_that_their_template_renders() -> None:
     processor = make_processor()
     chats = [
-        chat(image_block(WIDE), text_block("What is this?"), answer="A cat"),
+        chat(block(WIDE), block("What is this?", "text"), answer="A cat"),
         [{"role": "user", "content": "coffee"}],
     ]
     options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
@@ -159,23 +151,23 @@ def test_images_in_chats_may_be_bytes_paths_and_data_urls_but_paths_only_if_read
     path = tmp_path / "a photo.jpg"
     path.write_bytes(WIDE)
     url = f"data:image/jpeg;base64,{base64.b64encode(WIDE).decode()}"
-    inline = [image_block(WIDE), image_block(url), {"type": "image_url", "image_url": {"url": url}}]
-    files = [image_block(str(path)), {"type": "image", "path": str(path)}, {"type": "image", "url": path.as_uri()}]
+    inline = [block(WIDE), block(url), {"type": "image_url", "image_url": {"url": url}}]
+    files = [block(str(path)), {"type": "image", "path": str(path)}, {"type": "image", "url": path.as_uri()}]
     processor, closed = make_processor(), make_processor(read_files=False)
     want = processor([path], "[PATCH]")["patches"]
     np.testing.assert_array_equal(closed([path], "[PATCH]")["patches"], want)
-    for block in [*inline, *files]:
-        np.testing.assert_array_equal(processor.apply_chat_template(chat(block), **CHAT)["patches"], want)
-    for block in inline:
-        np.testing.assert_array_equal(closed.apply_chat_template(chat(block), **CHAT)["patches"], want)
-    for block in files:
+    for each in [*inline, *files]:
+        np.testing.assert_array_equal(processor.apply_chat_template(chat(each), **CHAT)["patches"], want)
+    for each in inline:
+        np.testing.assert_array_equal(closed.apply_chat_template(chat(each), **CHAT)["patches"], want)
+    for each in files:
         with pytest.raises(InvalidInputError, match=r"^images\[0\]\[0\]: got the text .*; read_files=False forbids pa"):
-            closed.apply_chat_template(chat(block), **CHAT)
+            closed.apply_chat_template(chat(each), **CHAT)
 
 
 def test_special_tokens_spelled_out_by_users_remain_text_if_sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
     processor, words = make_processor(), "is </s> [PATCH] or [IMG]?"
-    messages = chat(image_block(WIDE), text_block(words))
+    messages = chat(block(WIDE), block(words, "text"))
     with monkeypatch.context() as patch:
         patch.setattr(mmpos_processor, "_SANITIZES", False)
         with pytest.raises(
@@ -341,7 +333,7 @@ def test_options_that_a_call_does_not_have_are_refused_by_name() -> None:
         with pytest.raises(TypeError, match=f"'{name}'"):
             make_processor()(text="A", **{name: True})
     with pytest.raises(TypeError, match="'return_offsets_mapping'"):
-        make_processor().apply_chat_template(chat(text_block("A")), return_assistant_tokens_mask=True, **CHAT)
+        make_processor().apply_chat_template(chat(block("A", "text")), return_assistant_tokens_mask=True, **CHAT)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,6 @@ import pytest
 import torch
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel import _load_balancer as balancers
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.integrations.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
@@ -82,15 +81,10 @@ def test_megatron_rotates_the_rows_of_a_rank(
     megatron: SimpleNamespace, pairing: Any, rotary_dim: int, rank: int
 ) -> None:
     rotary = Rotary(head_dim=16, rotary_dim=rotary_dim, pairing=pairing, scaling=YaRN(4.0, 64))
-    shard = ROWS.shard(rank, 3)
-    q = normal(2, 4, 3, 16)
-    mscale = rotary.attention_factor
+    shard, q = ROWS.shard(rank, 3), normal(2, 4, 3, 16)
     freqs = rotary_pos_emb(shard, rotary, "sbhd")
-    t = q.transpose(0, 1)
-    group = Ranks(rank, 3)
-    rotated = megatron.embedding.apply_rotary_pos_emb(
-        t, freqs, megatron.configs[rotary.pairing], mscale=mscale, cp_group=group
-    )
+    options = {"mscale": rotary.attention_factor, "cp_group": Ranks(rank, 3)}
+    rotated = megatron.embedding.apply_rotary_pos_emb(q.transpose(0, 1), freqs, megatron.configs[pairing], **options)
     assert freqs.shape == (4, 2, 1, rotary_dim)
     assert freqs.is_contiguous()
     assert_same(rotated.transpose(0, 1), rotate(q, shard, rotary))
@@ -130,10 +124,8 @@ def test_one_row_of_a_rank_is_rotated_by_the_angles_of_its_shard(megatron: Simpl
 
 def test_latent_attention_uses_half_angles_for_adjacent_channels(megatron: SimpleNamespace) -> None:
     rotary = Rotary(head_dim=16)
-    q = normal(1, ROWS.num_tokens, 3, 16)
-    t = q.transpose(0, 1)
-    freqs = rotary_pos_emb(ROWS, rotary, "thd")
-    rotated = megatron.embedding._apply_rotary_pos_emb_bshd(t, freqs, multi_latent_attention=True)
+    q, freqs = normal(1, ROWS.num_tokens, 3, 16), rotary_pos_emb(ROWS, rotary, "thd")
+    rotated = megatron.embedding._apply_rotary_pos_emb_bshd(q.transpose(0, 1), freqs, multi_latent_attention=True)
     adjacent = apply_rotary(q[0], None, ROWS, Rotary(head_dim=16, pairing="adjacent"))[0]
     assert_same(rotated.squeeze(1), torch.cat((adjacent[..., ::2], adjacent[..., 1::2]), dim=-1))
 
@@ -218,28 +210,6 @@ def test_megatrons_model_has_the_same_logits_with_the_module(model: Any) -> None
         assert_within(model(input_ids, positions, mask), want, bound)
 
 
-def test_the_batch_of_a_megatron_rank_equals_a_shard(
-    megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for rank in range(3):
-        tokens = {"tokens": torch.arange(24).reshape(2, 12)}
-        batch = get_batch_on_this_cp_rank(tokens, Ranks(rank, 3))["tokens"]
-        assert batch.flatten().tolist() == ROWS.shard_indices(rank, 3).tolist()
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_zigzag_layouts_equal_those_of_torchs_load_balancers(count: int) -> None:
-    document = balancers._PerDocumentHeadTailLoadBalancer([PACKED.lengths.tolist()], count, "cpu")
-    sequence = balancers._HeadTailLoadBalancer(PACKED.num_tokens, count, "cpu")
-    for balancer, layout in ((document, "zigzag"), (sequence, "zigzag-sequence")):
-        shards = balancer._generate_indices()[0].chunk(count)
-        for rank, shard in enumerate(shards):
-            assert shard.tolist() == PACKED.shard_indices(rank, count, layout).tolist()  # type: ignore[arg-type]
-
-
 def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-W", "error", broadcast_rank.__file__, "1", str(tmp_path)])
     broadcast_rank.main(0, tmp_path)
@@ -268,19 +238,14 @@ def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: rotary_pos_emb(PACKED, Rotary(16), "sbhd"),
-            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
-        ),
-        (
-            lambda: rotary_pos_emb(DevicePositions.from_table(PACKED), Rotary(16), "sbhd"),
-            "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
+        *(
+            (
+                lambda positions=positions: rotary_pos_emb(positions, Rotary(16), "sbhd"),
+                "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
+            )
+            for positions in (PACKED, DevicePositions.from_table(PACKED))
         ),
         (lambda: rotary_pos_emb(ROWS, Rotary(16), "bshd"), "layout: got 'bshd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
-        (
-            lambda: MultimodalRotaryEmbedding(Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.5))),
-            "mscale: got 1.0, want 1.5, the attention factor of rotary",
-        ),
         (
             lambda: MultimodalRotaryEmbedding(Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.001))),
             "mscale: got 1.0, want 1.001, the attention factor of rotary",
@@ -303,13 +268,10 @@ def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
     assert str(refused.value) == message
 
 
-def test_a_module_uses_its_mscale_and_its_device() -> None:
+def test_a_module_uses_its_mscale_and_its_device_and_empty_tables_have_empty_angles() -> None:
     rotary = Rotary(16, scaling=YaRN(4.0, 64))
     module = MultimodalRotaryEmbedding(rotary, mscale=rotary.attention_factor, device="meta")
     assert (module(ROWS).device.type, module(ROWS).shape) == ("meta", (12, 2, 1, 16))
-
-
-def test_empty_tables_have_empty_angles() -> None:
     empty = place(SegmentTable.from_documents([]))
     for positions in (empty, DevicePositions.from_table(empty)):
         assert rotary_pos_emb(positions, Rotary(16), "sbhd").shape == (0, 1, 1, 16)

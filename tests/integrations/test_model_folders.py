@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,86 +50,56 @@ def test_the_image_processor_of_a_folder_has_the_values_in_its_file(tmp_path: Pa
     assert from_hf_config(folder).image_processor(max_pixels=70000).max_pixels == 70000
 
 
-@pytest.mark.parametrize(
-    ("model", "name", "values"),
-    [
-        ("qwen3_vl", "Qwen2VLImageProcessor", QWEN3_VL),
-        ("qwen3_vl", "Qwen2VLImageProcessor", QWEN3_VL | {"min_pixels": 4096, "max_pixels": 10**6}),
-        (
-            "qwen3_vl",
-            "Qwen2VLImageProcessor",
-            {name: QWEN3_VL[name] for name in ("image_std", "merge_size", "patch_size")},
-        ),
-        ("qwen2_vl", "Qwen2VLImageProcessor", {}),
-        ("ernie4_5_vl_moe", "Ernie4_5_VLMoeImageProcessor", {}),
-        ("cohere_compass", "CohereCompassImageProcessor", {"patch_size": 16}),
-        ("minimax_m3_vl", "MiniMaxM3VLImageProcessor", {}),
-        ("minimax_m3_vl", "MiniMaxM3VLImageProcessor", {"size": [672, 672]}),
-    ],
-)
-def test_values_and_defaults_equal_those_of_the_class(
+QWEN, GLM, GLM46 = "Qwen2VLImageProcessor", "Glm4vImageProcessor", "Glm46VImageProcessor"
+CLASSES: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3_vl", QWEN, QWEN3_VL),
+    ("qwen3_vl", QWEN, QWEN3_VL | {"min_pixels": 4096, "max_pixels": 10**6}),
+    ("qwen3_vl", QWEN, {name: QWEN3_VL[name] for name in ("image_std", "merge_size", "patch_size")}),
+    ("qwen2_vl", QWEN, {}),
+    ("ernie4_5_vl_moe", "Ernie4_5_VLMoeImageProcessor", {}),
+    ("cohere_compass", "CohereCompassImageProcessor", {"patch_size": 16}),
+    ("minimax_m3_vl", "MiniMaxM3VLImageProcessor", {}),
+    ("minimax_m3_vl", "MiniMaxM3VLImageProcessor", {"size": [672, 672]}),
+    ("paddleocr_vl", "PaddleOCRVLImageProcessor", {}),
+    *((model, GLM, {}) for model in ("glm4v", "glm4v_moe")),
+    *((model, GLM46, {}) for model in ("glm46v", "glm_ocr")),
+]
+SIZES = [(3, 500), (27, 28), (1, 1), (200, 9), (5, 17), (700, 13), (28, 28), (20, 11), (4001, 1000)]
+SIZES += np.random.default_rng(0).integers(1, 900, (100, 2)).tolist()
+
+
+@pytest.mark.parametrize(("model", "name", "values"), CLASSES)
+def test_values_grids_and_pixels_equal_those_of_the_class(
     tmp_path: Path, model: str, name: str, values: dict[str, Any]
 ) -> None:
     folder = folder_of(tmp_path, model, preprocessor_config=values | {"image_processor_type": name})
-    ours = from_hf_config(folder, layer_type=LAYER_TYPES.get(model)).image_processor()
-    theirs = getattr(transformers, name).from_pretrained(folder)
+    settings = from_hf_config(folder, layer_type=LAYER_TYPES.get(model))
+    ours, theirs = settings.image_processor(), getattr(transformers, name).from_pretrained(folder)
+    counted = 2 if name.startswith("Glm") else 1  # the class counts the pixels of all frames in a patch
     assert (ours.mean, ours.std) == (tuple(theirs.image_mean), tuple(theirs.image_std))
-    limits = theirs.size["shortest_edge"], theirs.size["longest_edge"]
-    assert (ours.min_pixels, ours.max_pixels) == limits
     assert (ours.patch_size, ours.spatial_merge_size) == (theirs.patch_size, theirs.merge_size)
-    smart_resize, factor = sys.modules[type(theirs).__module__].smart_resize, theirs.patch_size * theirs.merge_size
-    for height, width in itertools.product((1, 40, 333, 1024, 4001), (37, 200, 1000)):
-        if max(height, width) <= 200 * min(height, width):
-            assert ours.fit(height, width) == smart_resize(height, width, factor, *limits)
-
-
-PATCHES = {"glm4v": "Glm4vImageProcessor", "glm46v": "Glm46VImageProcessor", "glm4v_moe": "Glm4vImageProcessor"}
-PATCHES |= {"glm_ocr": "Glm46VImageProcessor", "paddleocr_vl": "PaddleOCRVLImageProcessor"}
-OTHERS = {"qwen3_vl": "Qwen2VLImageProcessor", "cohere_compass": "CohereCompassImageProcessor"}
-OTHERS |= {"minimax_m3_vl": "MiniMaxM3VLImageProcessor"}
-SMALL = [(3, 500), (27, 28), (1, 1), (200, 9), (5, 17), (700, 13), (28, 28), (20, 11)]
-
-
-@pytest.mark.parametrize("model", PATCHES)
-def test_grid_sizes_equal_those_of_classes_that_enlarge_small_images(tmp_path: Path, model: str) -> None:
-    folder = folder_of(tmp_path, model, preprocessor_config={"image_processor_type": PATCHES[model]})
-    ours = from_hf_config(folder).image_processor()
-    theirs = getattr(transformers, PATCHES[model]).from_pretrained(folder)
-    counted = 2 if PATCHES[model].startswith("Glm") else 1  # the class counts the pixels of all frames in a patch
     limits = [theirs.size[edge] // counted for edge in ("shortest_edge", "longest_edge")]
     assert [ours.min_pixels, ours.max_pixels] == limits
-    random = np.random.default_rng(0)
-    sizes = [*SMALL, *itertools.product((1, 40, 333, 1024, 4001), (37, 200, 1000)), *random.integers(1, 900, (300, 2))]
-    for height, width in sizes:
+    for height, width in SIZES:
         try:
-            want = theirs.get_number_of_image_patches(int(height), int(width), {})
+            want = theirs.get_number_of_image_patches(height, width, {})
         except ValueError:  # one side is over 200 times as long as the other
             with pytest.raises(mmpos.InvalidInputError, match="want a long side <= 200 short sides"):
-                ours.grid(int(height), int(width))
+                ours.grid(height, width)
             continue
-        grid = ours.grid(int(height), int(width))
-        assert grid.height * grid.width * 4 == want, (height, width)
-
-
-@pytest.mark.parametrize("size", [(333, 400), (11, 40), (300, 20)])
-@pytest.mark.parametrize("model", [*PATCHES, *OTHERS])
-def test_pixel_values_equal_those_of_the_class(tmp_path: Path, model: str, size: tuple[int, int]) -> None:
-    kind, patch = (PATCHES | OTHERS)[model], config_of(model).vision_config.patch_size
-    folder = folder_of(tmp_path, model, preprocessor_config={"image_processor_type": kind, "patch_size": patch})
-    photo = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
-    theirs = getattr(transformers, kind).from_pretrained(folder)
-    settings = from_hf_config(folder, layer_type=LAYER_TYPES.get(model))
+        grid = ours.grid(height, width)
+        assert grid.height * grid.width * ours.spatial_merge_size**2 == want, (height, width)
     assert settings.image_file is not None
-    frames = settings.image_file.temporal_patch_size
-    counted = 2 if kind.startswith("Glm") else 1  # the class counts the pixels of all frames in a patch
     small: dict[str, Any] = {"size": {"shortest_edge": 2 * 28**2, "longest_edge": 40 * 28**2}}
-    limits = {"min_pixels": 2 * 28**2 // counted, "max_pixels": 40 * 28**2 // counted}
-    for images, options in ((settings.image_processor(), {}), (settings.image_processor(**limits), small)):
-        want, got = theirs(photo, return_tensors="np", **options), images.process(photo, temporal_patch_size=frames)
+    less = settings.image_processor(min_pixels=2 * 28**2 // counted, max_pixels=40 * 28**2 // counted)
+    for size, (images, options) in itertools.product([(333, 400), (11, 40), (300, 20)], [(ours, {}), (less, small)]):
+        photo = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+        got = images.process(photo, temporal_patch_size=settings.image_file.temporal_patch_size or 1)
+        pixels = theirs(photo, return_tensors="np", **options)
         merge = images.spatial_merge_size
-        assert [[1, merge * got.grid.height, merge * got.grid.width]] == want["image_grid_thw"].tolist()
+        assert [[1, merge * got.grid.height, merge * got.grid.width]] == pixels["image_grid_thw"].tolist()
         assert got.patches is not None
-        assert_within(got.patches.reshape(-1), want["pixel_values"].reshape(-1), normalised(images.mean, images.std))
+        assert_within(got.patches.reshape(-1), pixels["pixel_values"].reshape(-1), normalised(images.mean, images.std))
 
 
 def test_processor_config_json_takes_precedence_over_preprocessor_config_json(tmp_path: Path) -> None:
@@ -146,14 +115,11 @@ def test_a_folder_without_image_processor_files_has_the_settings_of_its_config(t
     folder = folder_of(tmp_path, "qwen3_vl")
     assert from_hf_config(folder) == from_hf_config(config_of("qwen3_vl"))
     assert Rotary.from_hf_config(folder) == Rotary.from_hf_config(config_of("qwen3_vl"))
-
-
-def test_missing_image_arguments_are_reported(tmp_path: Path) -> None:
     message = (
         "image_processor: got no mean, std, min_pixels, max_pixels, which config.json does not contain; pass them, "
         "or call mmpos.from_hf_config(folder) on a folder with preprocessor_config.json"
     )
-    for config in (config_of("qwen3_vl"), folder_of(tmp_path, "qwen3_vl")):
+    for config in (config_of("qwen3_vl"), folder):
         assert_refused(message, from_hf_config(config).image_processor)
         assert from_hf_config(config).image_processor(**ARGUMENTS).min_pixels == 65536
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import fill_tables
-import model_names
 import numpy as np
 import pytest
+import transformers
 from model_configs import (
     ARGUMENTS,
     CONFIGS,
@@ -30,13 +30,17 @@ from model_configs import (
 )
 from refusals import assert_refused
 from tolerance import EXACT, assert_within
+from transformers.models.auto.configuration_auto import (  # type: ignore[attr-defined]
+    CONFIG_MAPPING_NAMES,
+    model_type_to_module_name,
+)
 
 import mmpos
 import mmpos.rotary
 from mmpos import InvalidInputError
 from mmpos.integrations.models import MODEL_TYPES, UNSUPPORTED_TYPES
 from mmpos.rotary.hf_models import ENCODERS, MODELS
-from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2
+from mmpos.schemes import Flatten, MRope, MRopeQwen3, MRopeQwen25, RopeTieV2, TMRope, TMRopeQwen3
 
 
 def test_no_model_type_has_two_rows_in_the_table() -> None:
@@ -53,8 +57,9 @@ def test_settings_of_every_model_type_and_encoder_equal_the_golden_file() -> Non
 def test_the_mapping_of_a_config_gives_the_same_settings_as_the_object(model: str) -> None:
     skip_if_changed(model)
     config = config_of(model)
-    mapping = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=False))
-    assert mmpos.from_hf_config(mapping, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
+    for diff in (False, True):
+        mapping = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=diff))
+        assert mmpos.from_hf_config(mapping, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
 
 
 def test_the_page_lists_the_fields_that_each_model_type_needs_without_a_config() -> None:
@@ -84,6 +89,9 @@ def test_the_page_lists_the_fields_that_each_model_type_needs_without_a_config()
         ("paddleocr_vl", MRope()),
         ("hunyuan_image_3_moe", RopeTieV2(rounding="floor")),
         ("llava", Flatten()),
+        ("qwen2_5_omni", TMRope(engine="serving")),
+        ("qwen3_omni_moe", TMRopeQwen3(25, "serving")),
+        ("hunyuan_vl", settings_of("hunyuan_vl").scheme),
     ],
 )
 def test_serving_engines_differ_only_in_the_scheme(model: str, scheme: Any) -> None:
@@ -91,8 +99,14 @@ def test_serving_engines_differ_only_in_the_scheme(model: str, scheme: Any) -> N
 
 
 @complete
-def test_model_names_match_those_of_transformers() -> None:
-    assert model_names.names() == json.loads(model_names.GOLDEN.read_text(encoding="utf-8"))
+def test_model_names_are_the_classes_and_checkpoints_of_transformers() -> None:
+    names = json.loads(fill_tables.NAMES.read_text(encoding="utf-8"))
+    assert {*names} == {*MODEL_TYPES, *UNSUPPORTED_TYPES} & {*CONFIG_MAPPING_NAMES}
+    for model, (name, *checkpoint) in names.items():
+        assert name == CONFIG_MAPPING_NAMES[model].removesuffix("Config").rstrip("_")
+        folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model)
+        code = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+        assert all(f"/{each}" in code for each in checkpoint), model
     line = "- **`mrope-transformers`; serving: `mrope-qwen2.5`**: `qwen2_5_vl` (Qwen2.5-VL-7B-Instruct)."
     assert line in fill_tables.names().splitlines()
 
@@ -162,16 +176,9 @@ def test_sequences_built_with_the_markers_have_the_ids_of_the_model() -> None:
 def test_videos_built_with_the_markers_have_the_video_token_of_the_model() -> None:
     settings = settings_of("qwen2_vl")
     builder = mmpos.SequenceBuilder(scheme=settings.scheme, markers=settings.markers)
-    sequence = builder.build(["a", mmpos.Grid(1, 2, frames=2)])
-    assert sequence.input_ids.tolist() == [97, 151652, *[151656] * 4, 151653]
-    again = settings.segments(sequence.input_ids, video_grid_thw=[[2, 2, 4]])
-    np.testing.assert_array_equal(settings.place(again).dense(), sequence.positions.dense())
-
-
-def test_markers_have_no_video_token_if_videos_use_the_placeholders_of_images() -> None:
-    settings = settings_of("glm4v")
-    assert settings.video_markers is not None
-    assert settings.markers.video is None
+    assert builder.build(["a", mmpos.Grid(1, 2, frames=2)]).input_ids.tolist() == [97, 151652, *[151656] * 4, 151653]
+    glm = settings_of("glm4v")  # its videos use the placeholders of images
+    assert (glm.video_markers is not None, glm.markers.video) == (True, None)
 
 
 def test_hunyuan_image_floors_rope_tie_v2_and_alternates_axes() -> None:
@@ -199,11 +206,28 @@ def without(model: str, *path: str, **instead: Any) -> dict[str, Any]:
     return {**mapping, **instead}
 
 
-def ernie_with(section: object) -> dict[str, Any]:
-    """Return the mapping of an ERNIE-4.5-VL config with this mrope_section."""
-    mapping = without("ernie4_5_vl_moe")
-    mapping["text_config"]["rope_parameters"]["mrope_section"] = section
+def with_text(model: str, rope: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Return the mapping of a config with other values in its language model, or in the RoPE parameters of that."""
+    mapping = without(model)
+    mapping["text_config"] |= changes
+    mapping["text_config"].get("rope_parameters", {}).update(rope or {})
     return mapping
+
+
+@pytest.mark.parametrize(
+    ("model", "mapping"),
+    [
+        # The encoder of Cosmos 3 Omni is always that of Qwen3-VL.
+        ("cosmos3_omni", without("cosmos3_omni", vision_config={"model_type": "cosmos3_omni"})),
+        # Early configs use an alias for the type of the language model.
+        ("kimi_k25", with_text("kimi_k25", model_type="kimi_k2")),
+        ("exaone4_5", with_text("exaone4_5", model_type="exaone4_5_text")),
+        # Sections are ignored if images have the ids of text.
+        ("minicpmv4_6", with_text("minicpmv4_6", {"mrope_section": [11, 11, 10]})),
+    ],
+)
+def test_other_forms_of_a_config_give_the_same_settings(model: str, mapping: dict[str, Any]) -> None:
+    assert mmpos.from_hf_config(mapping) == settings_of(model)
 
 
 @pytest.mark.parametrize("model", ["hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"])
@@ -239,11 +263,6 @@ def test_a_model_type_alone_gives_the_settings_of_its_class_without_arguments(mo
         assert (default.patch_size, mmpos.from_hf_config(empty).patch_size) == (14, 32)
 
 
-def test_the_encoder_of_cosmos3_omni_is_always_that_of_qwen3_vl() -> None:
-    mapping = without("cosmos3_omni", vision_config={"model_type": "cosmos3_omni"})
-    assert mmpos.from_hf_config(mapping) == settings_of("cosmos3_omni")
-
-
 def test_images_of_hunyuan_vl_are_counted_across_the_batch() -> None:
     """By hand: each document is a begin marker, a 1×2 image with three extra tokens, and an end marker."""
     begin, patch, end = 120118, 120120, 120119
@@ -253,18 +272,10 @@ def test_images_of_hunyuan_vl_are_counted_across_the_batch() -> None:
     assert segments.lengths.tolist() == [2, 3, 2] * 2
     columns, rows, images = [0, 1, 0, 1, 2, 5, 6], [0, 1, 0, 0, 0, 5, 6], [0, 1, 0, 0, 0, 5, 6, 0, 1, 1, 1, 1, 5, 6]
     assert settings.place(segments).dense().tolist() == [[*range(7)] * 2, columns * 2, rows * 2, images]
-    assert settings_of("hunyuan_vl", engine="serving") == settings
 
 
 def hunyuan_with(**rope: Any) -> dict[str, Any]:
     return {"model_type": "hunyuan_vl", "text_config": {"head_dim": 128, "rope_parameters": rope}, "vision_config": {}}
-
-
-@pytest.mark.parametrize(("model", "alias"), [("kimi_k25", "kimi_k2"), ("exaone4_5", "exaone4_5_text")])
-def test_early_configs_may_use_an_alias_for_the_language_models_type(model: str, alias: str) -> None:
-    mapping = without(model)
-    mapping["text_config"]["model_type"] = alias
-    assert mmpos.from_hf_config(mapping) == settings_of(model)
 
 
 def test_paligemma_ids_begin_at_one_unless_a_start_is_passed() -> None:
@@ -302,12 +313,6 @@ def test_a_class_without_a_default_encoder_needs_no_vision_config() -> None:
     assert mmpos.from_hf_config(mapping, layer_type="full_attention") == replace(settings_of("gemma4"), **encoder)
     mapping["vision_config"] = {"num_attention_heads": 24}  # no Rotary describes half-heads that share keys
     assert mmpos.from_hf_config(mapping, layer_type="full_attention").vision_rotary is None
-
-
-def test_mrope_sections_are_ignored_if_images_have_the_ids_of_text() -> None:
-    mapping = without("minicpmv4_6")
-    mapping["text_config"]["rope_parameters"]["mrope_section"] = [11, 11, 10]
-    assert mmpos.from_hf_config(mapping) == settings_of("minicpmv4_6")
 
 
 @pytest.mark.parametrize(
@@ -402,9 +407,13 @@ CONFIGS_REFUSED: dict[str, Any] = {
         "mistral", rope_parameters=YARN, max_position_embeddings="long"
     ),
     "head_dim: got KeyError ('hidden_size') from the config, want a readable field": Unreadable(),
-    f"{SECTION} [24, 16, 24], want pairs of rows, the same number for columns, then frames": ernie_with([24, 16, 24]),
-    "mrope_section[0]: got 1099511627776, want <= 65536": ernie_with([2**40, 2**40, 0]),
-    f"{SECTION} 7, want a sequence of numbers": ernie_with(7),
+    f"{SECTION} [24, 16, 24], want pairs of rows, the same number for columns, then frames": with_text(
+        "ernie4_5_vl_moe", {"mrope_section": [24, 16, 24]}
+    ),
+    "mrope_section[0]: got 1099511627776, want <= 65536": with_text(
+        "ernie4_5_vl_moe", {"mrope_section": [2**40, 2**40, 0]}
+    ),
+    f"{SECTION} 7, want a sequence of numbers": with_text("ernie4_5_vl_moe", {"mrope_section": 7}),
     f"{ROPE}{SECTION} none, want the pairs of at least three axes": hunyuan_with(),
     f"{ROPE}{SECTION} [32, 32], want the pairs of at least three axes": hunyuan_with(mrope_section=[32, 32]),
     f"{SECTION} [16, 16, 16, 8], want sizes that sum to 64 pairs": hunyuan_with(mrope_section=[16, 16, 16, 8]),
@@ -432,6 +441,15 @@ def test_images_to_generate_are_placed_last_grid_first_before_an_end_marker() ->
     segments = generated([3], [1, 1, 1], [1, 2, 3], [1, 4, 5])
     assert segments.extents.T.tolist() == [[1, 4, 5], [1, 2, 3], [1, 1, 1]]
     assert segments.kind.tolist() == [1, 1, 0]
+
+
+def test_an_end_marker_in_the_padding_is_not_an_image_of_the_prompt() -> None:
+    settings = settings_of("glm_image")
+    begin, end = settings.image_markers or (0, 0)
+    ids, mask = [[5, begin, 167855, end], [5, 5, end, end]], [[1, 1, 1, 1], [1, 1, 0, 0]]
+    grids = [[1, 1, 1], [1, 2, 2], [1, 2, 3]]
+    segments = settings.segments(ids, grids, attention_mask=mask, images_per_sample=[2, 1])
+    assert segments.kind.tolist() == [0, 1, 0, 0, 2]
 
 
 NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"

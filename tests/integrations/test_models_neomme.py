@@ -40,17 +40,6 @@ def rows_and_mask(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
     return padded(rows, side), padded([[1] * len(row) for row in rows], side)
 
 
-def test_ids_of_a_page_equal_hand_computed_ids() -> None:
-    settings = settings_of("neomme")
-    page = [5, 6, 6, 6, 6, ROW, 6, 6, 6, ROW]
-    segments = settings.segments(page, [[1, 2, 3]])
-    assert settings.place(segments).dense().tolist() == [
-        [0, 1, 2, 2, 2, 2, 3, 3, 3, 3],
-        [0, 1, 2, 3, 4, 5, 2, 3, 4, 5],
-    ]
-    assert segments.lengths.tolist() == [2, 8]
-
-
 def test_ids_equal_those_of_the_processor() -> None:
     settings, config, random = settings_of("neomme"), CONFIGS["neomme"](), Random(0)
     for _ in range(200):

@@ -7,8 +7,9 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+from layouts import OMNI, classes
 from model_configs import config_of, settings_of
-from rope_batches import AUDIO, OMNI, SECONDS, audio_tokens, classes
+from rope_batches import AUDIO, SECONDS, audio_tokens
 
 import mmpos
 from mmpos.schemes import TMRope, TMRopeQwen3
@@ -38,11 +39,6 @@ def test_audio_tokens_depend_on_the_chunk_length() -> None:
         settings_of("qwen2_vl").audio_tokens([65])
     with pytest.raises(mmpos.InvalidInputError, match=r"^frames\[1\]: got -1, want >= 0$"):
         mmpos.from_hf_config(config).audio_tokens([65, -1])
-
-
-def test_serving_engines_have_different_schemes() -> None:
-    assert settings_of("qwen2_5_omni", engine="serving").scheme == TMRope(engine="serving")
-    assert settings_of("qwen3_omni_moe", engine="serving").scheme == TMRopeQwen3(25, "serving")
 
 
 def processor_order(model: str, frames: int, patches: int, audio: int, seconds: Fraction) -> list[int]:

@@ -7,10 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hf_models import CONFIGS, as_ids, patched, tokens, two_rows
 from tolerance import assert_within, cos_sin, gamma, printed, rotations, rounded, rounding, unit
 from torch import Tensor
 
 from mmpos.rotary import Rotary, apply_rotary
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_one_wrong_id_exceeds_the_rounding_bound_of_a_model_a_hundredfold(name: str) -> None:
+    model, input_ids, ids = patched(name), tokens(2, 24), as_ids(two_rows())
+    wrong = ids.clone()
+    wrong[0, 1, 5] += 1
+
+    def logits(ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        scores: Tensor = model.to(dtype)(input_ids, mm_position_ids=ids).logits
+        return scores
+
+    with torch.no_grad():
+        (bound,) = rounding(lambda: logits(ids), model.parameters())
+        right, moved, exact = logits(ids), logits(wrong), logits(ids, torch.float64)
+    assert_within(right, exact.float(), bound)
+    assert (moved - right).abs().max() > 100 * bound
 
 
 def test_sums_in_other_orders_are_within_the_bound_but_a_sum_without_one_term_is_not() -> None:

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.hf.anatomy import APPLY, Anatomy, dissect, rotaries_of, rotating_forward
-from mmpos.integrations.hf.patches import Attribute, Patch, unpatched
 from mmpos.integrations.hf.positions import (
     ARGUMENT,
     checked_positions,
@@ -36,6 +35,11 @@ __all__ = ["patch", "unpatch"]
 
 Arguments = dict[str, Any]
 Call = tuple[tuple[object, ...], Arguments]
+Attribute = tuple[nn.Module, str, Callable[..., object]]
+"""A module, and the name and value of an attribute set on it."""
+
+_MARK = "_mmpos_patch"
+"""Attribute of a patched model: the handles of the hooks and the attributes that ``patch`` added."""
 
 _ROTATIONS = "mm_rotations"
 """Name of the argument that passes rotations to the layers."""
@@ -73,14 +77,20 @@ def patch(model: Model, rotary: Rotary | Mapping[str, Rotary], *, implementation
     attributes: list[Attribute] = []
     if fused != "never":
         attributes += [
-            Attribute(attention, "forward", FusedForward(attention, implementation)) for attention in anatomy.attentions
+            (attention, "forward", FusedForward(attention, implementation)) for attention in anatomy.attentions
         ]
     if hasattr(model, "prepare_inputs_for_generation") and hasattr(model, "generate"):
         prepare = partial(prepare_inputs_for_generation, model)
-        attributes.append(Attribute(model, "prepare_inputs_for_generation", prepare))
-        attributes.append(Attribute(model, "generate", partial(generate, model, list(rotaries.values()))))
+        attributes.append((model, "prepare_inputs_for_generation", prepare))
+        attributes.append((model, "generate", partial(generate, model, list(rotaries.values()))))
+    for module, name, _ in attributes:
+        if name in vars(module):
+            got = f"{type(module).__name__}.{name}"
+            raise UnsupportedError(f"model: got {got} set on the instance, want the method of the class")
+    for attribute in attributes:
+        setattr(*attribute)
     hook = ModelHook(rotaries, fused, anatomy.names, anatomy.packs)
-    Patch.install(model, lambda: _hooks(anatomy, hook), attributes)
+    setattr(model, _MARK, ([*_hooks(anatomy, hook)], attributes))
     return model
 
 
@@ -96,7 +106,20 @@ def unpatch(model: Model) -> Model:
     Raises:
         InvalidInputError: the model is not patched, or other code has replaced an attribute set by ``patch``.
     """
-    return unpatched(model)
+    mark = vars(model).get(_MARK)
+    if mark is None:
+        raise InvalidInputError(f"model: got an unpatched {type(model).__name__}, want the patched module")
+    handles, attributes = mark
+    for module, name, value in attributes:
+        if vars(module).get(name) is not value:
+            got = f"{type(module).__name__}.{name}"
+            raise InvalidInputError(f"model: got {got} that was replaced after patch, want the value that patch set")
+    for handle in handles:
+        handle.remove()
+    for module, name, _ in attributes:
+        delattr(module, name)
+    delattr(model, _MARK)
+    return model
 
 
 def _hooks(anatomy: Anatomy, hook: ModelHook) -> Iterator[RemovableHandle]:

@@ -37,6 +37,8 @@ Ids = tuple[Tensor, Tensor]
 IMAGE, VIDEO = 1, 2
 """Values of mm_token_type_ids; text is 0."""
 
+_TYPES = Placeholders(IMAGE, VIDEO)
+
 _MASKS = (torch.int64, torch.bool, torch.int32, torch.uint8)
 
 
@@ -105,13 +107,11 @@ class TokenTypes:
 
     Args:
         types: (batch, seq) types, 0 for padding; or, if the mask has holes, the (tokens,) types that the mask keeps.
-        videos: whether there are types above IMAGE.
         real: (batch, seq) mask, flattened to (batch · seq,) if it has holes; None if it keeps every token.
         cu_seqlens: (batch + 1,) first token of each row, then the total, if the types are packed; else None.
     """
 
     types: IntArray
-    videos: bool
     real: npt.NDArray[np.bool_] | None = None
     cu_seqlens: IntArray | None = None
 
@@ -125,7 +125,7 @@ class TokenTypes:
         if types.dtype not in (np.int32, np.int64):
             types = types.astype(np.int64)
         if mask is None or (real := mask.numpy()).all():
-            return cls(types, _has_videos(types, most))
+            return cls(_checked(types, most))
         lengths = real.sum(axis=1)
         if not lengths.all():
             row = int((lengths == 0).argmax())
@@ -133,9 +133,8 @@ class TokenTypes:
         runs = (real[:, 1:] & ~real[:, :-1]).sum(axis=1) + real[:, 0]
         if (runs == 1).all():
             types = np.where(real, types, np.zeros((), types.dtype))
-            return cls(types, _has_videos(types, most), real)
-        types = types[real]
-        return cls(types, _has_videos(types, most), real.ravel(), np.append(0, lengths.cumsum()))
+            return cls(_checked(types, most), real)
+        return cls(_checked(types[real], most), real.ravel(), np.append(0, lengths.cumsum()))
 
     def used(
         self,
@@ -164,12 +163,10 @@ class TokenTypes:
         self,
         image_grid_thw: IntArray | None,
         video_grid_thw: IntArray | None = None,
-        placeholders: Placeholders | None = None,
+        placeholders: Placeholders = _TYPES,
         **more: Any,
     ) -> SegmentTable:
         """Build segments from types used as token ids; ``more`` is passed to ``SegmentTable.from_input_ids``."""
-        if placeholders is None:
-            placeholders = Placeholders(IMAGE, VIDEO if self.videos or video_grid_thw is not None else None)
         return SegmentTable.from_input_ids(
             self.types,
             placeholders,
@@ -273,13 +270,13 @@ def _first_grids(tokens: int, grids: IntArray) -> IntArray:
     return grids[: np.searchsorted(stops, tokens) + (tokens > 0)]
 
 
-def _has_videos(types: Array, most: int) -> bool:
-    """Check that types are from 0 to ``most``, and return whether any of them is above IMAGE."""
+def _checked(types: Array, most: int) -> Array:
+    """Return types after checking that they are from 0 to ``most``."""
     least, highest = (int(types.min()), int(types.max())) if types.size else (0, 0)
     if least < 0 or highest > most:
         got = least if least < 0 else highest
         raise InvalidInputError(f"mm_token_type_ids: got {got}, want 0, {IMAGE} or {VIDEO}")
-    return highest >= VIDEO
+    return types
 
 
 def shapes(input_ids: Tensor, *_: object) -> Ids:

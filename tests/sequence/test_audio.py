@@ -87,14 +87,6 @@ def test_videos_that_form_one_grid_use_the_video_placeholder() -> None:
     assert plain.build([video]).input_ids.tolist() == [BEGIN, IMAGE, IMAGE, END]
 
 
-def test_images_next_to_audio_keep_their_row_separators() -> None:
-    names = ("<v", "v>", "[I]", "[V]", "[A]", "<a", "a>", "[ROW]")
-    builder = SequenceBuilder(ByteTokenizer(names), scheme="flatten", markers=replace(MARKERS, row="[ROW]"))
-    sequence = builder.build([Grid(2, 1), Audio(1)])
-    assert sequence.input_ids.tolist() == [BEGIN, IMAGE, 263, IMAGE, 263, END, AUDIO_BEGIN, AUDIO, AUDIO_END]
-    assert sequence.token_type_ids.tolist() == [0, 1, 0, 1, 0, 0, 0, 3, 0]
-
-
 @pytest.mark.parametrize(
     ("markers", "part", "kind", "error"),
     [
@@ -126,11 +118,6 @@ def test_markers_around_audio_require_an_audio_placeholder(name: str) -> None:
         SequenceBuilder(markers=Markers(**{name: 9}))
 
 
-def test_schemes_that_do_not_support_clips_refuse_them() -> None:
-    with pytest.raises(UnsupportedError, match="its video and its audio apart"):
-        replace(BUILDER, scheme="mrope").build([CLIP])
-
-
 @pytest.mark.parametrize("part", [Thumbnail(1, 2), Tile(1, 2)])
 def test_thumbnails_and_tiles_are_refused_with_a_hint(part: object) -> None:
     with pytest.raises(UnsupportedError) as caught:
@@ -148,12 +135,6 @@ def test_text_that_spells_an_audio_marker_remains_text() -> None:
     model.add_special_tokens(["[IMG]", "[/IMG]", "[PATCH]", "[A]"])
     sequence = SequenceBuilder(model, markers=Markers(audio="[A]")).build(["[A]", Audio(1)])
     assert sequence.input_ids.tolist() == [5, 6, 4]
-
-
-def test_clips_and_audio_are_refused_as_frames_of_a_video() -> None:
-    for part in (CLIP, Audio(1)):
-        with pytest.raises(InvalidInputError, match=rf"Video\.frames\[0\]: got {type(part).__name__}, want an image"):
-            Video([part], times=[0])
 
 
 def test_block_keys_include_audio_hashes() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracle import CASES, Document, batches, fields, settled
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
-from mmpos.segments.table import GRID, PAD, TEXT
+from mmpos.segments.table import GRID, TEXT
 
 ANYTHING = next(case for case in CASES if case.name == "flatten")
 
@@ -121,22 +121,6 @@ def test_spans_and_arrays_give_the_same_table_as_documents(
         row_separator=want.row_separator,
     )
     assert fields(arrays) == fields(want)
-
-
-def test_spans_of_one_document_require_no_document_indices() -> None:
-    segments = SegmentTable.from_spans([12], [0, 8], [[1, 2, 3], [2, 1, 1]])
-    assert fields(segments) == fields(
-        SegmentTable.from_documents([[Grid(2, 3), Text(2), Grid(1, 1, frames=2), Text(2)]])
-    )
-
-
-def test_padding_has_id_zero_and_does_not_shift_other_ids() -> None:
-    segments = SegmentTable.from_arrays([PAD, TEXT, GRID, PAD], [[1] * 4, [1, 1, 2, 1], [2, 1, 2, 3]], [0, 4])
-    positions = place(segments, "mrope", 5)
-    assert positions.dense()[1].tolist() == [0, 0, 5, 6, 6, 7, 7, 0, 0, 0]
-    assert positions.is_padding.tolist() == [True, False, False, True]
-    assert positions.next_positions.tolist() == [8]
-    assert positions.deltas.tolist() == [8 - 5 - 5]
 
 
 ONE, SQUARE = [[1, 1, 1]], [[1, 2, 2]]

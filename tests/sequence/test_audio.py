@@ -112,12 +112,6 @@ def test_parts_without_their_markers_are_refused(
         builder.build([part])
 
 
-@pytest.mark.parametrize("name", ["audio_begin", "audio_end"])
-def test_markers_around_audio_require_an_audio_placeholder(name: str) -> None:
-    with pytest.raises(InvalidInputError, match=rf"^markers\.{name} requires markers\.audio$"):
-        SequenceBuilder(markers=Markers(**{name: 9}))
-
-
 @pytest.mark.parametrize("part", [Thumbnail(1, 2), Tile(1, 2)])
 def test_thumbnails_and_tiles_are_refused_with_a_hint(part: object) -> None:
     with pytest.raises(UnsupportedError) as caught:

@@ -148,10 +148,15 @@ def test_a_tokenizer_provides_the_ids_of_its_special_tokens() -> None:
         (Markers(begin="[X]"), r"markers.begin: got '\[X\]', want a token with a single id in the tokenizer"),
         (Markers(patch="[IMG]"), r"markers: got ids 256, 257 and 256, want 3 different ids"),
         (Markers(end=-1), r"markers.end: got -1, want >= 0"),
+        (Markers(patch=None), r"markers\.patch: got None, want a token with a single id in the tokenizer"),  # type: ignore[arg-type]
+        (Markers(begin=256, end=None, patch=256), r"markers: got ids 256 and 256, want 2 different ids"),
+        (Markers(last_row=258), r"markers\.last_row requires markers\.row"),
+        (Markers(audio_begin=9), r"markers\.audio_begin requires markers\.audio"),
+        (Markers(audio_end=9), r"markers\.audio_end requires markers\.audio"),
     ],
 )
 def test_markers_that_do_not_have_a_single_id_are_refused(markers: Markers, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
         SequenceBuilder(markers=markers)
 
 

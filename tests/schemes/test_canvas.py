@@ -85,16 +85,3 @@ def test_thumbnail_ids_are_rounded_as_in_linspace() -> None:
     np.testing.assert_array_equal(np.concatenate(got), np.concatenate(want))
     assert got[sizes.index((14, 23))][11] == 7
     assert got[sizes.index((8, 7))].tolist() == [0, 1, 2, 4, 5, 6, 7]
-
-
-def test_a_stretched_row_is_one_run_per_constant_step() -> None:
-    # On a canvas of width 7, a 2×4 thumbnail has the columns 0, 2, 4, 6, one run per row. On a canvas of width 8, it
-    # has 0, 2, 5, 7, three runs per row.
-    even = placed(Thumbnail(2, 4), Tile(2, 7))
-    odd = placed(Thumbnail(2, 4), Tile(2, 8))
-    assert ids(odd)[5:9] == [(0, 1, 0), (0, 1, 2), (0, 1, 5), (0, 1, 7)]
-    assert (even.num_segments, odd.num_segments) == (7, 11)
-    assert even.explain(7) == (
-        "token 7 (documents[0], token 7) is row 1, column 2 of a grid of width 4 (segment 2): "
-        "position (0, 1, 4) = (0, 1, 0) + 2·(0, 0, 2)"
-    )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -202,25 +201,22 @@ def test_take_selects_the_attention_windows_of_qwen2_5() -> None:
 # Input that one side refuses; tests/segments compares the full messages.
 
 
-class Legal(NamedTuple):
-    """Valid input that Transformers cannot process, and the correct ids."""
-
-    layout: Layout
-    ids: list[list[int]]
-    model: str = "qwen2_vl"
-
-
-LEGAL = {
-    "two images touch": Legal(
+# Valid input that Transformers cannot process: its model, and the correct ids.
+LEGAL: dict[str, tuple[str, Layout, list[list[int]]]] = {
+    "two images touch": (
+        "qwen2_vl",
         Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4], [1, 2, 2]]),
         [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]],
     ),
-    "two videos touch": Legal(
+    "two videos touch": (
+        "qwen2_vl",
         Layout(np.array([[1, VIDEO, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2], [1, 2, 2]]),
         [[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 1, 2, 3]],
     ),
-    "frames without timestamps": Legal(
-        Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True), [[0, 1, 2, 3]] * 3, "qwen3_vl"
+    "frames without timestamps": (
+        "qwen3_vl",
+        Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True),
+        [[0, 1, 2, 3]] * 3,
     ),
 }
 
@@ -228,74 +224,52 @@ LEGAL = {
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", LEGAL)
 def test_valid_input_on_which_transformers_raises_is_placed(name: str) -> None:
-    layout, ids, model = LEGAL[name]
+    model, layout, ids = LEGAL[name]
     with pytest.raises(RuntimeError):
         rope_index(model, layout)
     assert place(layout.segments(), "mrope-transformers").dense().tolist() == ids
 
 
-class Illegal(NamedTuple):
-    """Input for which mmpos raises an error with this name, and Transformers' first-axis ids or error type."""
-
-    name: str
-    theirs: list[int] | type[Exception]
-    layout: Layout
-
-
 NO_NUMBERS = torch.full((2,), torch.nan).long().tolist()
 """Integers that this processor converts NaN to: the smallest int64 on x86, 0 on ARM64."""
-ONE, TWO = np.array([[1, IMAGE, 2]]), np.array([[1, VIDEO, VIDEO, 2]])
-FILM = np.array([[1, VIDEO, 2]])
-ILLEGAL = {
-    "a surplus grid": Illegal("image_grid_thw[1]", [0, 1, 2], Layout(ONE, images=[[1, 2, 2]] * 2)),
-    "runs of wrong lengths with the right sum": Illegal(
-        "image_grid_thw[0]",
-        [0, 1, 1, 1, 4, 5],
-        Layout(np.array([[1, IMAGE, 2, IMAGE, IMAGE, IMAGE]]), images=[[1, 2, 6], [1, 2, 2]]),
+SQUARE, TIMES = [[1, 2, 2]], "seconds_per_frame"
+
+# What mmpos's error names, Transformers' first-axis ids or its error, the ids, and the rest of the layout.
+ILLEGAL: dict[str, tuple[str, list[int] | type[Exception], list[Any], dict[str, Any]]] = {
+    "a surplus grid": ("image_grid_thw[1]", [0, 1, 2], [1, IMAGE, 2], {"images": SQUARE * 2}),
+    "runs of wrong lengths with the right sum": (
+        "image_grid_thw[0]", [0, 1, 1, 1, 4, 5], [1, IMAGE, 2, *[IMAGE] * 3], {"images": [[1, 2, 6], [1, 2, 2]]},
     ),
-    "sides not divisible by the merge size": Illegal("image_grid_thw[0]", [0, 1, 2], Layout(ONE, images=[[1, 3, 2]])),
-    "a hole in the mask": Illegal(
-        "attention_mask[0]", [0, 0, 1, 2], Layout(np.array([[1, 3, 3, 2]]), np.array([[1, 0, 1, 1]]))
+    "indivisible sides": ("image_grid_thw[0]", [0, 1, 2], [1, IMAGE, 2], {"images": [[1, 3, 2]]}),
+    "a hole in the mask": ("attention_mask[0]", [0, 0, 1, 2], [1, 3, 3, 2], {"attention_mask": [1, 0, 1, 1]}),
+    "a hole in an image": (
+        "attention_mask[0]", [0, 1, 0, 2], [1, IMAGE, IMAGE, 2], {"attention_mask": [1, 1, 0, 1], "images": SQUARE},
     ),
-    "a hole in an image": Illegal(
-        "attention_mask[0]",
-        [0, 1, 0, 2],
-        Layout(np.array([[1, IMAGE, IMAGE, 2]]), np.array([[1, 1, 0, 1]]), images=[[1, 2, 2]]),
+    "a mask with other values": ("attention_mask", [0, 0, 1, 2], [1, 3, 3, 2], {"attention_mask": [0, 2, 1, 1]}),
+    "more times than videos": (TIMES, [0, 1, 2], [1, VIDEO, 2], {"videos": SQUARE, "seconds": [1.0, 2.0]}),
+    "a negative time": (
+        f"{TIMES}[0]", [0, 1, -1, 2], [1, VIDEO, VIDEO, 2], {"videos": [[2, 2, 2]], "seconds": [-1.0]},
     ),
-    "a mask with values other than 0 and 1": Illegal(
-        "attention_mask", [0, 0, 1, 2], Layout(np.array([[1, 3, 3, 2]]), np.array([[0, 2, 1, 1]]))
+    "a time of NaN": (
+        f"{TIMES}[0]", [0, *(1 + number for number in NO_NUMBERS), 2], [1, VIDEO, VIDEO, 2],
+        {"videos": [[2, 2, 2]], "seconds": [float("nan")]},
     ),
-    "more times than videos": Illegal(
-        "seconds_per_frame", [0, 1, 2], Layout(FILM, videos=[[1, 2, 2]], seconds=[1.0, 2.0])
+    "a missing grid": ("image_grid_thw", StopIteration, [1, IMAGE, 2, IMAGE], {"images": SQUARE}),
+    "no grids": ("image_grid_thw", TypeError, [1, IMAGE, 2], {}),
+    "a run longer than its grid": ("image_grid_thw", RuntimeError, [1, *[IMAGE] * 3, 2], {"images": [[1, 2, 4]]}),
+    "a row without tokens": ("attention_mask[1]", ValueError, [[1, 2]] * 2, {"attention_mask": [[1, 1], [0, 0]]}),
+    "a missing time": (
+        TIMES, StopIteration, [1, VIDEO, 2, VIDEO], {"videos": SQUARE * 2, "seconds": [1.0]},
     ),
-    "a negative time": Illegal("seconds_per_frame[0]", [0, 1, -1, 2], Layout(TWO, videos=[[2, 2, 2]], seconds=[-1.0])),
-    "a time of NaN": Illegal(
-        "seconds_per_frame[0]",
-        [0, *(1 + number for number in NO_NUMBERS), 2],
-        Layout(TWO, videos=[[2, 2, 2]], seconds=[float("nan")]),
-    ),
-    "a missing grid": Illegal(
-        "image_grid_thw", StopIteration, Layout(np.array([[1, IMAGE, 2, IMAGE]]), images=[[1, 2, 2]])
-    ),
-    "no grids": Illegal("image_grid_thw", TypeError, Layout(ONE)),
-    "a run longer than its grid": Illegal(
-        "image_grid_thw", RuntimeError, Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4]])
-    ),
-    "a row without tokens": Illegal(
-        "attention_mask[1]", ValueError, Layout(np.array([[1, 2], [1, 2]]), np.array([[1, 1], [0, 0]]))
-    ),
-    "a missing time": Illegal(
-        "seconds_per_frame",
-        StopIteration,
-        Layout(np.array([[1, VIDEO, 2, VIDEO]]), videos=[[1, 2, 2]] * 2, seconds=[1.0]),
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_invalid_input_that_transformers_accepts_or_does_not_locate_is_refused_with_its_location(name: str) -> None:
-    named, theirs, layout = ILLEGAL[name]
+    named, theirs, input_ids, more = ILLEGAL[name]
+    mask = np.atleast_2d(more["attention_mask"]) if "attention_mask" in more else None
+    layout = Layout(np.atleast_2d(input_ids), **more | {"attention_mask": mask})
     model = "qwen2_vl" if layout.seconds is None else "qwen2_5_vl"
     if isinstance(theirs, list):
         assert rope_index(model, layout).ids[0, 0].tolist() == theirs

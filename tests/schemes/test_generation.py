@@ -58,6 +58,11 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
         [Grid(2, 1), Text(3)],
         ["3 3 | 0 1 2", "0 1 | 0 0 0", "0 0 0 0 0"],
     ),
+    "lumina2 of ERNIE-Image from 1": (
+        Lumina2(first=1, image_first=True),
+        [Grid(2, 1), Text(3)],
+        ["4 4 | 1 2 3", "0 1 | 0 0 0", "0 0 0 0 0"],
+    ),
     "lumina2 of BriaFibo 2": (Lumina2(first=1, image_at=9), IMAGE, ["1 2 | 9 9 9 9 9 9 | 10 10", ROWS, COLUMNS]),
     "longcat-image at 512": (LongCatImage(image_at=512), [Text(1), Grid(1, 2)], ["0 1 1", "0 512 512", "0 512 513"]),
     "ideogram4 elsewhere": (Ideogram4(image_at=7), [Text(1), Grid(2, 1)], ["0 7 7", "0 7 8", "0 7 7"]),
@@ -142,19 +147,6 @@ def test_ids_equal_handwritten_ids_and_documents_of_a_batch_are_independent(case
         assert exact(placed(document, scheme, 5)) == [tuple(value + 5 for value in position) for position in want]
 
 
-def test_images_before_text_that_starts_at_1_are_on_the_next_plane() -> None:
-    positions = placed([Grid(2, 1), Text(3)], Lumina2(first=1, image_first=True))
-    assert positions.dense().tolist() == [[4, 4, 1, 2, 3], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
-
-
-def test_one_start_per_document_is_refused_by_schemes_that_cannot_be_resumed() -> None:
-    segments = SegmentTable.from_documents([[Text(1), Grid(2, 2)]] * 2)
-    with pytest.raises(UnsupportedError, match="start: got one per document, want one integer: flux cannot be resumed"):
-        place(segments, "flux", [0, 1])
-    with pytest.raises(UnsupportedError, match="start: got one per document"):
-        place(segments, "flux", np.array([0, 1]))
-
-
 def test_an_image_in_bagel_consumes_one_id() -> None:
     assert ids_consumed("bagel", [Grid(24, 24), Grid(1, 1)]).tolist() == [1, 1]
     assert placed([Grid(1, 3)], "bagel").is_grid.tolist() == [True]
@@ -173,12 +165,6 @@ def test_cogvideox_as_released_has_a_different_step_in_a_region_that_does_not_be
     assert (released[0], intended[0]) == (12, 12)
     assert {b - a for a, b in pairwise(released)} == {(Fraction(32 * 29, 30) - 12) / 29}
     assert {b - a for a, b in pairwise(intended)} == {Fraction(20, 30)}
-
-
-def test_text_with_constant_ids_is_not_padding() -> None:
-    table = placed([Text(3), Grid(2, 2)], "flux").pad(9)
-    assert table.is_padding.tolist() == [False, False, True]
-    assert table.real_lengths.tolist() == [7]
 
 
 NO_REFERENCES = [

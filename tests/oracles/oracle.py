@@ -367,10 +367,10 @@ def documents(case: Case) -> st.SearchStrategy[Document]:
     """Draw documents of text and grids, with a text token between grids where the scheme requires one."""
     parts = grids(case) | st.sampled_from([Text(1), Text(2), Text(3), Text(4)]) if case.text else grids(case)
     drawn = st.lists(parts, min_size=1, max_size=5)
-    return drawn if case.adjacent else drawn.map(_separated)
+    return drawn if case.adjacent else drawn.map(separated)
 
 
-def _separated(parts: Document) -> Document:
+def separated(parts: Document) -> Document:
     """Insert a text token between adjacent grids."""
     apart = parts[:1]
     for before, part in pairwise(parts):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest

@@ -26,6 +26,7 @@ from mmpos.schemes import (
     Ltx2,
     Lumina2,
     MRopeQwen25,
+    QwenImage,
     Wan,
     XDRope,
 )
@@ -62,6 +63,14 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
         Wan(skip_length=8), [Grid(1, 1, frames=2), Grid(1, 1, frames=3, first_frame=4)],
         ["0 7 | 4 5 6", "0 0 0 0 0", "0 0 0 0 0"],
     ),
+    "qwen-image, layered": (  # the last image is the condition, and text begins at the number of the others
+        QwenImage(layered=True), [Text(1), Grid(1, 3), *[Grid(1, 1)] * 3],
+        ["3 | 0 0 0 | 1 | 2 | -1", "3 | -1 -1 -1 | -1 | -1 | -1", "3 | -2 -1 0 | -1 | -1 | -1"],
+    ),
+    "anyflow-far with clean frames": (
+        "anyflow-far", [Grid(1, 1, frames=2), Grid(2, 2), Grid(2, 2)],
+        ["0 1 | 2 2 2 2 | 2 2 2 2", "1/2 1/2 | 0 0 1 1 | 0 0 1 1", "1/2 1/2 | 0 1 0 1 | 0 1 0 1"],
+    ),
     "anyflow-far by 3": (AnyFlowFar(ratio=3), [Grid(1, 2), Grid(1, 1)], ["0 0 1", "1 1 0", "1 4 0"]),
     "hunyuan-image, 3 axes": (HunyuanImage(axes=3), [Grid(1, 1, frames=2), Text(1)], ["0 1 0", "0 0 0", "0 0 0"]),
     "allegro, other steps": (Allegro(1, THIRD, 2), [Grid(2, 2)], ["0 0 0 0", "0 0 1/3 1/3", "0 2 0 2"]),
@@ -75,6 +84,10 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
     ),
     "ltx2 without a first frame": (
         Ltx2(axes=1, causal_offset=0, tokens_per_second=1), [Grid(1, 1, frames=2, seconds_per_frame=1)], ["-1 3"],
+    ),
+    "ltx2 for audio": (
+        Ltx2(axes=1, frames_per_latent=4), [Grid(1, 1, frames=3, seconds_per_frame=Fraction(1, 100))],
+        ["-1999/2000 -997/1000 -993/1000"],
     ),
     "ltx2 with wider columns": (
         Ltx2(col_step=Fraction(1, 8)), [Grid(1, 2, seconds_per_frame=1)],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -80,9 +79,6 @@ class Answer(NamedTuple):
     deltas: Array
 
 
-CLASSES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-
-
 def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
     """Call the model's method with a config but without weights.
 
@@ -106,14 +102,6 @@ def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
         **seconds,
     )
     return Answer(ids.numpy(), deltas.numpy()[:, 0])
-
-
-@cache
-def random_answers(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer], ...]:
-    """Draw ``count`` random layouts for a model, the same in every run, with Transformers' answer for each."""
-    random = Random(f"{model}, videos={videos}")
-    layouts = (random_layout(random, model, videos) for _ in range(count))
-    return tuple((layout, rope_index(model, layout)) for layout in layouts)
 
 
 class Row(NamedTuple):

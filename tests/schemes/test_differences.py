@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -11,40 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layouts import CLASSES, FRAME_RATES, IMAGE, VIDEO, Array, Layout, random_answers, rope_index
+from layouts import FRAME_RATES, IMAGE, VIDEO, Array, Layout, rope_index
 from oracle import exact, placed
 
 from mmpos import Grid, InvalidInputError, Placeholders, Scheme, SegmentTable, Text, place
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2
-
-COUNT = 350
-"""The number of layouts per model, with and without videos: 2,100 in total."""
-
-
-# Ids.
-
-
-@pytest.mark.parametrize(
-    ("model", "videos", "scheme"),
-    [
-        *((model, False, "mrope") for model in CLASSES),
-        *((model, True, "mrope-transformers") for model in CLASSES),
-        ("qwen2_5_vl", False, "mrope-transformers"),
-        ("qwen3_vl", True, "mrope-qwen3"),
-    ],
-)
-def test_ids_of_random_batches_equal_those_of_transformers(model: str, videos: bool, scheme: str) -> None:
-    """Padding, which has id 0 on both sides, is also compared."""
-    batches = random_answers(model, videos, COUNT)
-    assert len(batches) == COUNT
-    for layout, want in batches:
-        timed = model == "qwen2_5_vl" and scheme == "mrope-transformers"
-        known: str | Scheme = MRopeTransformers(tokens_per_second=layout.rate) if timed else scheme
-        positions = place(layout.segments(timed), known)
-        np.testing.assert_array_equal(positions.dense().reshape(want.ids.shape), want.ids)
-        assert positions.deltas.tolist() == want.deltas.tolist()
-        highest = np.where(layout.real, want.ids, -1).max(axis=(0, 2))
-        assert positions.next_positions.tolist() == (highest + 1).tolist()
 
 
 def test_in_transformers_ids_of_text_after_a_video_are_below_its_frames_and_contradict_the_delta() -> None:
@@ -55,30 +26,6 @@ def test_in_transformers_ids_of_text_after_a_video_are_below_its_frames_and_cont
     for scheme, last, following in (("mrope-transformers", 5, 8), ("mrope", 8, 9)):
         ours = place(video.segments(), scheme)
         assert (ours.dense()[:, -1].tolist(), ours.next_positions.tolist()) == ([last] * 3, [following])
-
-
-def rows_that_end_in_text(model: str) -> Iterator[tuple[bool, bool]]:
-    """Yield two answers for each row that contains a video and ends with text.
-
-    The first is whether its ids differ from the engines', the second whether its delta contradicts its last id.
-    """
-    schemes: dict[str, str | Scheme] = {"qwen2_vl": "mrope", "qwen3_vl": "mrope-qwen3"}
-    for layout, answer in random_answers(model, True, COUNT):
-        engines = place(layout.segments(True), schemes.get(model, MRopeQwen25(tokens_per_second=layout.rate)))
-        differs = answer.ids != engines.dense().reshape(answer.ids.shape)
-        for row, real in enumerate(layout.real):
-            kinds = layout.kinds[row][real]
-            if 2 in kinds and kinds[-1] == 0:
-                following = int(answer.deltas[row]) + kinds.size
-                yield bool(differs[:, row, real].any()), following != int(answer.ids[0, row, real][-1]) + 1
-
-
-@pytest.mark.parametrize(
-    ("model", "counts"), [("qwen2_vl", (175, 96, 6)), ("qwen2_5_vl", (147, 77, 44)), ("qwen3_vl", (153, 0, 0))]
-)
-def test_how_often_transformers_and_the_engines_differ(model: str, counts: tuple[int, int, int]) -> None:
-    rows = list(rows_that_end_in_text(model))
-    assert (len(rows), *(sum(column) for column in zip(*rows, strict=True))) == counts
 
 
 def test_an_image_with_several_frames_has_no_time_in_transformers() -> None:

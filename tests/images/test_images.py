@@ -680,7 +680,7 @@ THIN = encoded(Image.new("L", (201, 1)), "PNG")
         *((call, "got 1 x 201 pixels, want a long side <= 200 short sides")
           for call in (lambda: PLAIN.fit(1, 201), lambda: PLAIN.process(THIN), lambda: PLAIN.inspect(THIN))),
         (lambda: PLAIN.process(GRADIENT, temporal_patch_size=0), "temporal_patch_size: got 0, want >= 1"),
-        (lambda: PLAIN.pixel_values([1]), "patches: got list, want a numpy array or a torch tensor"),
+        (lambda: PLAIN.pixel_values([1]), "patches: got list, want a numpy array or a torch tensor"),  # type: ignore[type-var]
         (lambda: PLAIN.pixel_values(np.zeros((1, 14, 14, 3))), "patches: got float64, want uint8"),
         (lambda: PLAIN.pixel_values(torch.zeros(1, 14, 14, 3)), "patches: got torch.float32, want uint8"),
         (lambda: PLAIN.pixel_values(np.zeros((1, 3, 14, 14), np.uint8)), r"patches: got shape \(1, 3, 14, 14\), want"),

@@ -227,7 +227,8 @@ def test_errors_of_a_scheme_are_raised_and_do_not_prevent_plans_of_other_shapes(
     segments = SegmentTable.from_documents([[Text(1), GRID, Text(1)]])
     with pytest.raises(InvalidInputError, match=r"^stretched: got no luck, want some$"):
         place(segments, Stretched(failing=2))
-    documents, scheme = [[Text(1), Grid(side, 1)] for side in (1, 2, 3)], Stretched(failing=1)
+    documents: list[list[Segment]] = [[Text(1), Grid(side, 1)] for side in (1, 2, 3)]
+    scheme = Stretched(failing=1)
     with pytest.raises(InvalidInputError, match=r"^stretched: got no luck, want some$"):
         place(SegmentTable.from_documents(documents), scheme)
     calls = len(scheme.calls)

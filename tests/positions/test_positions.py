@@ -350,7 +350,7 @@ AXES = "want a PositionTable with as many axes as the first"
         (lambda: THREE.updated(remove=[0, 3]), r"remove\[1\]: got 3, want <= 2"),
         (lambda: THREE.updated(remove=[1, 0, 1]), r"remove\[2\]: got 1, which is also in remove"),
         (lambda: THREE.updated(remove=[1], replace={1: ONE}), r"remove\[0\]: got 1, which is also in replace"),
-        (lambda: THREE.updated(remove=1), "remove: got 1, want a sequence of numbers"),
+        (lambda: THREE.updated(remove=1), "remove: got 1, want a sequence of numbers"),  # type: ignore[arg-type]
         (lambda: THREE.updated(replace=[ONE]), "replace: got list, want a mapping from documents to tables"),  # type: ignore[arg-type]
         (lambda: THREE.updated(replace={3: ONE}), "replace: got 3, want <= 2"),
         (lambda: THREE.updated(replace={0: THREE}), r"replace\[0\]: got 3 documents, want 1"),

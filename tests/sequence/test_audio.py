@@ -14,7 +14,6 @@ from mmpos import (
     Grid,
     InvalidInputError,
     Markers,
-    MmposError,
     SegmentTable,
     SequenceBuilder,
     Text,
@@ -23,8 +22,8 @@ from mmpos import (
     block_keys,
     place,
 )
-from mmpos.schemes import TMRopeQwen3
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
+from mmpos.segments.kinds import Segment
 
 
 def test_a_clip_is_one_part_and_has_the_token_order_of_the_scheme() -> None:
@@ -42,16 +41,6 @@ def test_a_clip_is_one_part_and_has_the_token_order_of_the_scheme() -> None:
     assert sequence.image_spans.tolist() == [[2, 11]]
     assert sequence.marked_spans.tolist() == [[1, 12]]
     assert (sequence.audio_spans.tolist(), sequence.image_hashes, sequence.patches) == ([], (None,), None)
-
-
-def test_another_scheme_has_a_different_token_order() -> None:
-    # A frame precedes the first audio token whose time is not earlier than the frame's.
-    builder = replace(BUILDER, scheme=TMRopeQwen3(tokens_per_second=1))
-    sequence = builder.build([Clip(1, 1, frames=3, audio=4, seconds_per_frame=1)])
-    assert sequence.token_type_ids.tolist() == [0, 0, 1, 3, 1, 3, 1, 3, 3, 0, 0]
-    assert sequence.input_ids.tolist() == [
-        *(BEGIN, AUDIO_BEGIN, VIDEO, AUDIO, VIDEO, AUDIO, VIDEO, AUDIO, AUDIO, AUDIO_END, END)
-    ]
 
 
 def test_audio_is_enclosed_by_its_markers() -> None:
@@ -146,19 +135,20 @@ def test_block_keys_include_audio_hashes() -> None:
             sequence.block_keys(4, audio_hashes=hashes)
 
 
-def assert_refused(error: type[MmposError], message: str, segments: SegmentTable, scheme: str = "tmrope") -> None:
-    positions = place(SegmentTable.from_documents([[Text(1), CLIP]]), scheme)
-    with pytest.raises(error, match=message):
-        positions.token_types(segments)
-
-
-def test_token_types_refuses_segments_of_other_documents() -> None:
-    assert_refused(InvalidInputError, "^segments: got 3 tokens, want 12$", SegmentTable.from_documents([[Text(3)]]))
-    other = SegmentTable.from_documents([[Text(1), Clip(1, 1, frames=2, audio=5)]])
-    assert_refused(InvalidInputError, r"^patches: got 4 in the clip of segment 1, want 2$", other)
-
-
 def test_token_types_lists_the_tokens_of_several_documents() -> None:
     segments = SegmentTable.from_documents([[CLIP, Text(1)], [Grid(1, 2), CLIP]])
     types = place(segments, BUILDER.scheme, start=np.array([0, 7])).token_types(segments)
     assert types.tolist() == [*CLIP_TYPES, 0, 1, 1, *CLIP_TYPES]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([Text(3)], "segments: got 3 tokens, want 12"),
+        ([Text(1), Clip(1, 1, frames=2, audio=5)], "patches: got 4 in the clip of segment 1, want 2"),
+    ],
+)
+def test_token_types_refuses_segments_of_other_documents(other: list[Segment], message: str) -> None:
+    positions = place(SegmentTable.from_documents([[Text(1), CLIP]]), "tmrope")
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        positions.token_types(SegmentTable.from_documents([other]))

@@ -137,7 +137,7 @@ def test_a_tokenizer_provides_the_ids_of_its_special_tokens() -> None:
     assert builder.build(["a", Grid(1, 1)]).input_ids.tolist() == [97, 1, 3, 2]
     assert dataclasses.replace(builder, start=5).build(["a"]).positions.dense().tolist() == [[5], [5]]
     for ids, message in (([1.5], "dtype float64"), (["h"], "dtype"), ([-1], "got -1")):
-        builder.tokenizer.ids = ids  # type: ignore[attr-defined]
+        builder.tokenizer.ids = ids
         with pytest.raises(InvalidInputError, match=rf"parts\[0\]: tokenizer.encode.*{message}"):
             builder.build(["a"])
 

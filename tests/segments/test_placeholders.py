@@ -10,7 +10,7 @@ import pytest
 from oracle import fields
 
 from mmpos import Grid, InvalidInputError, LimitExceededError, Placeholders, SegmentTable, Text
-from mmpos.segments import Audio, Clip, CropMarkers, Thumbnail, Tile
+from mmpos.segments import CropMarkers, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
 IMAGE, VIDEO, AUDIO = 8, 9, 10
@@ -264,20 +264,6 @@ BECOME: dict[str, tuple[Any, Any, dict[str, Any], list[list[Segment]]]] = {
         [VIDEO, IMAGE, 3], [[1, 1, 1]], {"placeholders": Placeholders(IMAGE)}, [[Text(1), Grid(1, 1), Text(1)]],
     ),
     "no audio token": ([5, AUDIO, AUDIO, 5], None, {}, [[Text(4)]]),
-    "audio, a clip and a silent video": (
-        [5, 1, *[AUDIO] * 3, 2, 1, IMAGE, 2, 1, 1, VIDEO, AUDIO, VIDEO, AUDIO, AUDIO, 2, 2, 5, VIDEO],
-        [[1, 1, 1]],
-        {
-            "placeholders": AUDIO_TOO, "video_grid_thw": [[2, 1, 1], [1, 1, 1]], "seconds_per_frame": [2, 1],
-            "audio_lengths": [3, 3],
-        },
-        [
-            [
-                Text(2), Audio(3), Text(2), Grid(1, 1), Text(1), Clip(1, 1, frames=2, audio=3, seconds_per_frame=2),
-                Text(1), Grid(1, 1, seconds_per_frame=1),
-            ]
-        ],
-    ),
     "token types instead of ids, of which a model sampled the last three": (
         [0, 1, 1, 0, 0, 0], [[1, 1, 2]], {"placeholders": Placeholders(image=1, video=2)},
         [[Text(1), Grid(1, 2), Text(3)]],

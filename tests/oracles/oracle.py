@@ -345,7 +345,7 @@ CASES = (
 RESUMABLE = tuple(case for case in CASES if case.resumable)
 
 
-SECONDS = (None, *(Fraction(numerator, 6) for numerator in (2, 3, 5, 6, 7, 10, 16)), Fraction(1, 4), 4)
+SECONDS: tuple[Fraction | None, ...] = (None, *(Fraction(n, 12) for n in (3, 4, 6, 10, 12, 14, 20, 32, 48)))
 
 
 @cache

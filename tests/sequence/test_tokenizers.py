@@ -40,7 +40,7 @@ def test_bytes_are_ids_and_special_tokens_follow_them() -> None:
     assert tokenizer.encode("aé[IMG]") == [97, 195, 169, 91, 73, 77, 71, 93]
     assert [tokenizer.token_to_id(t) for t in ("[IMG]", "[/IMG]", "[PATCH]", "[X]")] == [256, 257, 258, None]
     assert tokenizer.decode([97, 195, 169, 256, 258, 257]) == "aé[IMG][PATCH][/IMG]"
-    assert tokenizer.decode([195]) == "\N{REPLACEMENT CHARACTER}"
+    assert tokenizer.decode([0, 195]) == "\0\N{REPLACEMENT CHARACTER}"
     with pytest.raises(InvalidInputError, match="ids: got 259, want <= 258"):
         tokenizer.decode([259])
 

@@ -163,8 +163,8 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
     ),
     # The canvas is 2×2 and begins at 0, so the marker before the thumbnail cannot be at -1.
     "mrope-canvas, tokens that end a row": (
-        "mrope-canvas", [Thumbnail(1, 1, tokens_after=2), Tile(1, 2, tokens_after=2), Tile(1, 2)],
-        ["0 0 0 0 0 | 0 0 0 0 0 0 | 0 0 0 0", "0 0 2 0 0 | 0 0 0 0 0 0 | 1 1 1 1", "0 0 2 0 0 | 0 0 1 1 2 2 | 0 0 1 1"],
+        "mrope-canvas", [Thumbnail(1, 1, tokens_after=2), Tile(1, 2, tokens_after=1), Tile(1, 2)],
+        ["0 0 0 0 0 | 0 0 0 0 0 | 0 0 0 0", "0 0 2 0 0 | 0 0 0 0 0 | 1 1 1 1", "0 0 2 0 0 | 0 0 1 1 2 | 0 0 1 1"],
     ),
     # A 1×2 thumbnail begins at 5 and consumes max(1, 2) + 1 ids; a grid has no markers and begins at 8.
     "mrope-canvas without tiles": (

@@ -313,16 +313,13 @@ class PositionTable:
         Raises:
             InvalidInputError: out, dtype or axes do not fit the table.
         """
-        core = native.core
         # Valid arguments skip the check, which costs more than writing thousands of ids.
-        if axes is None and dtype is None and core is not None:
-            ids = out
-            if ids is None:
-                ids = np.empty((self.axes, self.num_tokens), np.float64 if self.fractional else np.int32)
-            if isinstance(ids, np.ndarray) and core.expand(
-                self.table, self.num_tokens, self.fractional, ids, None, True
-            ):
-                return ids
+        if axes is None and dtype is None:
+            core, arguments = native.core, (self.table, self.num_tokens, self.fractional)
+            if out is None:
+                return expand.dense(*arguments)
+            if core is not None and isinstance(out, np.ndarray) and core.expand(*arguments, out, None, True):
+                return out
         wanted = range(self.axes) if axes is None else self._checked_axes(axes)
         ids = self._checked_out(out, dtype, len(wanted))
         expand.expand(self.table, self.num_tokens, self.fractional, ids, wanted)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from types import MappingProxyType
 
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -105,56 +106,17 @@ __all__ = [
     "get_scheme",
 ]
 
-SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType(
-    {
-        scheme.name: scheme
-        for scheme in (
-            RopeTie,
-            RopeTieFractional,
-            RopeTieV2,
-            RopeTieLcm,
-            Flatten,
-            PageRows,
-            Naive2D,
-            Grid2D,
-            MRope,
-            MRopeTransformers,
-            MRopeQwen25,
-            MRopeQwen3,
-            MRopeInterleaveReset,
-            MRopeCanvas,
-            TMRope,
-            TMRopeQwen3,
-            V2PE,
-            VideoRope,
-            VRope,
-            XDRope,
-            Flux,
-            Flux2,
-            Flux3,
-            QwenImage,
-            QwenImage21,
-            Lumina2,
-            LongCatImage,
-            OvisImage,
-            Ideogram4,
-            Wan,
-            AnyFlowFar,
-            HunyuanVideo,
-            HunyuanImage,
-            CogVideoX,
-            Allegro,
-            Ltx,
-            Ltx2,
-            Cosmos,
-            Cosmos3,
-            Kandinsky,
-            JoyImage,
-            Bagel,
-            OmniGen2,
-        )
-    }
+_FAMILIES: tuple[tuple[type[Scheme], ...], ...] = (
+    (RopeTie, RopeTieFractional, RopeTieV2, RopeTieLcm),
+    (Flatten, PageRows, Naive2D, Grid2D),
+    (MRope, MRopeTransformers, MRopeQwen25, MRopeQwen3, MRopeInterleaveReset, MRopeCanvas, TMRope, TMRopeQwen3),
+    (V2PE, VideoRope, VRope, XDRope),
+    (Flux, Flux2, Flux3, QwenImage, QwenImage21, Lumina2, LongCatImage, OvisImage, Ideogram4),
+    (Wan, AnyFlowFar, HunyuanVideo, HunyuanImage, CogVideoX, Allegro, Ltx, Ltx2, Cosmos, Cosmos3, Kandinsky),
+    (JoyImage, Bagel, OmniGen2),
 )
+
+SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType({scheme.name: scheme for scheme in chain(*_FAMILIES)})
 """All schemes by name; each accepts grids of any height and width."""
 
 

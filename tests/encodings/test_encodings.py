@@ -106,14 +106,8 @@ def test_normalised_positions_are_bounded_but_their_step_depends_on_the_length()
     assert [float(np.diff(Normalised(dim=1).table(range(n)), axis=0).max()) for n in (2, 5, 9)] == [1, 0.25, 0.125]
 
 
-def test_binary_numbers_jump() -> None:
-    table = Binary(dim=8).table(np.arange(256))
-    assert table[252].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert np.abs(table[8] - table[7]).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert Binary(dim=63).table(2**63 - 1).sum() == 63
-
-
 def test_corrected_bit_i_toggles_every_2_to_the_i_positions() -> None:
+    assert Binary(dim=63).table(2**63 - 1).sum() == 63
     table = Binary(dim=6).table(np.arange(64 * 2) % 64)
     for bit in range(6):
         toggles = np.flatnonzero(np.diff(table[:, bit])) + 1
@@ -139,29 +133,14 @@ def test_sinusoids_equal_the_formula_of_the_paper() -> None:
     assert_within(result, by_hand, cos_sin(7.0, FREQUENCY + 1, np.float64))
 
 
-def test_corrected_the_last_pair_of_512_channels_divides_by_9646() -> None:
-    encoding = Sinusoidal(dim=512)
-    last = 9646.61619911199
+def test_corrected_the_slowest_pair_divides_by_9646_and_positions_never_repeat() -> None:
+    encoding, last = Sinusoidal(dim=512), 9646.61619911199
     assert (1 / encoding.frequencies[-1]) == pytest.approx(last, rel=2 * gamma(FREQUENCY, np.float64))
     expected = [math.sin(5000 / last), math.cos(5000 / last)]
     assert_within(encoding.table(5000)[-2:], expected, cos_sin(5000 / last, FREQUENCY + 1, np.float64))
-
-
-def test_corrected_positions_1_and_513_differ() -> None:
-    table = Sinusoidal(dim=512).table(np.arange(2000))
-    assert np.linalg.norm(table[513] - table[1]) > 1
-    distance = np.linalg.norm(table[1:] - table[0], axis=1)  # indexed by the distance between two positions, minus 1
-    assert distance.min() == distance[0]
-
-
-def test_corrected_63000_only_approximates_the_period_of_the_slowest_pair() -> None:
-    encoding = Sinusoidal(dim=512)
-    longest = 2 * math.pi * 10_000
-    assert round(longest) == 62832
-    last = longest * 10_000 ** (-1 / 256)
-    assert 2 * math.pi / encoding.frequencies[-1] == pytest.approx(last, rel=2 * gamma(FREQUENCY + 2, np.float64))
-    difference = encoding.table(62832) - encoding.table(0)
-    assert np.linalg.norm(difference) > 1
+    # Neither 512 positions nor 2π·10,000 = 62,832 are a period.
+    assert np.linalg.norm(encoding.table(513) - encoding.table(1)) > 1
+    assert np.linalg.norm(encoding.table(62832) - encoding.table(0)) > 1
     # Pair 0 alone distinguishes a million positions: the nearest two are 312,689 = 49,766 · 2π + 2.9e-6 apart.
     difference = Sinusoidal(dim=2).table(np.arange(1, 1_000_000)) - [0, 1]
     assert np.hypot(*difference.T).min() == printed("2.9007e-6")
@@ -253,22 +232,18 @@ def test_t5_buckets_are_exact_where_float32_logarithms_are_wrong() -> None:
     assert Fraction(24_691, 256) ** 256 < Fraction(100_000, 256) ** 196 <= Fraction(24_692, 256) ** 256
 
 
-def test_alibi_slopes_interpolate_if_the_number_of_heads_is_not_a_power_of_two() -> None:
+def test_alibi_decreases_by_a_slope_of_its_head_per_position() -> None:
     assert Alibi(8).slopes.tolist() == [2.0**-h for h in range(1, 9)]
     assert Alibi(3).slopes.tolist() == [2**-4, 2**-8, 2**-2]
+    by_distance = [[-2, -1, 0, -1]]
+    assert (Alibi(2).bias([2], range(4)) == np.array([by_distance, by_distance]) / [[[16]], [[256]]]).all()
+    assert not NoPE(2).bias(range(3), range(4)).any()
 
 
 def test_distances_between_extreme_positions_do_not_overflow() -> None:
     far = 2**62 - 1
     assert ClippedRelative().index([-far], [far]).tolist() == [[32]]
     assert T5Buckets().index([-far], [far]).tolist() == [[31]]
-
-
-def test_alibi_decreases_by_the_slope_per_position() -> None:
-    assert Alibi(2).bias([2], range(4)).tolist() == [
-        [[-0.125, -0.0625, 0, -0.0625]],
-        [[-2 / 256, -1 / 256, 0, -1 / 256]],
-    ]
 
 
 @settled
@@ -278,10 +253,6 @@ def test_biases_depend_only_on_distances(
 ) -> None:
     i, j = np.array(queries, np.int64), np.array(keys, np.int64)
     assert_array_equal(kind().bias(i + c, j + c), kind().bias(i, j))
-
-
-def test_nope_is_a_zero_bias() -> None:
-    assert not NoPE(2).bias(range(3), range(4)).any()
 
 
 # Rotations

@@ -40,7 +40,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def block(encoding: Encoding, positions: Any, dtype: torch.dtype = torch.float32, **arguments: Any) -> SelfAttention:
     torch.manual_seed(0)
-    return SelfAttention(48, 4, encoding, positions, **arguments).to(dtype)
+    attention = SelfAttention(48, 4, encoding, positions, **arguments)
+    return attention if dtype == torch.float32 else attention.to(dtype)  # a cast computes all buffers again
 
 
 def embeddings(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -179,18 +180,6 @@ def test_every_encoding_but_nope_distinguishes_the_dogs(name: str) -> None:
 def test_attention_without_positions_sees_no_order_before_a_second_causal_layer() -> None:
     apart = [figure > two_dogs.EQUAL for figure in two_dogs.without_positions().values()]
     assert apart == [False, False, False, True, True]
-
-
-def test_uniform_causal_attention_reveals_the_position_in_the_variance() -> None:
-    """The relative standard deviation of the mean of N squared normal numbers is √(2/N)."""
-    attention = block(NoPE(), range(64), causal=True)
-    with torch.no_grad():
-        attention.qkv.weight.zero_()
-        attention.qkv.weight[96:] = attention.out.weight.copy_(torch.eye(48))
-        result = attention(1.5 * embeddings(100, 64)).square().mean(dim=(0, 2)).double().numpy()
-    share = result / (2.25 / np.arange(1, 65))
-    assert np.abs(share - 1).max() < 5 * (2 / 4800) ** 0.5
-    assert result[63] < result[0] / 50
 
 
 def test_corrected_rotating_the_embedding_once_is_not_rope() -> None:

@@ -115,9 +115,6 @@ def method_of(model: str, config: Any) -> Callable[..., Any]:
     return bound
 
 
-CLASSES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-
-
 def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
     """Call the model's method with a config but without weights.
 
@@ -137,14 +134,6 @@ def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
         **seconds,
     )
     return Answer(ids.numpy(), deltas.numpy()[:, 0])
-
-
-@cache
-def random_answers(model: str, videos: bool, count: int) -> tuple[tuple[Layout, Answer], ...]:
-    """Draw ``count`` random layouts for a model, the same in every run, with Transformers' answer for each."""
-    random = Random(f"{model}, videos={videos}")
-    layouts = (random_layout(random, model, videos) for _ in range(count))
-    return tuple((layout, rope_index(model, layout)) for layout in layouts)
 
 
 class Row(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import pickle
 import struct
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,34 +75,33 @@ GRADIENT = np.arange(4 * 8 * 3, dtype=np.uint8).reshape(4, 8, 3) * 2
 # Sizes
 
 
+PLAIN, SMALL = ImageProcessor(), ImageProcessor(max_tokens=16)
+
+
 @pytest.mark.parametrize(
-    ("size", "want"),
+    ("processor", "size", "want"),
     [
-        ((768, 1024), (756, 1036)),
-        ((28, 112), (28, 112)),
-        ((1, 1), (56, 56)),
-        ((42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves round to even
-        ((4000, 3000), (1148, 840)),
-        ((14, 300), (28, 280)),  # half a token high, rounded to 0: scaled up to the minimum
-        ((10, 2000), (28, 812)),
-        ((19, 76), (56, 140)),  # floats are rounded; exact numbers give 28 x 112
-        ((39, 7477), (28, 7476)),
+        (PLAIN, (768, 1024), (756, 1036)),
+        (PLAIN, (28, 112), (28, 112)),
+        (PLAIN, (1, 1), (56, 56)),
+        (PLAIN, (42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves round to even
+        (PLAIN, (4000, 3000), (1148, 840)),
+        (PLAIN, (14, 300), (28, 280)),  # half a token high, rounded to 0: scaled up to the minimum
+        (PLAIN, (10, 2000), (28, 812)),
+        (PLAIN, (1, 200), (28, 812)),
+        (PLAIN, (19, 76), (56, 140)),  # floats are rounded; exact numbers give 28 x 112
+        (PLAIN, (39, 7477), (28, 7476)),
+        # The short side of a thin image shrinks to one token to keep the budget.
+        (SMALL, (10, 1900), (28, 16 * 28)),
+        (SMALL, (1900, 10), (16 * 28, 28)),
+        (ImageProcessor(max_tokens=1), (3000, 4000), (28, 28)),
+        # The maximum takes precedence if rounding cannot satisfy both limits, here 97 tokens: a prime.
+        (exact(min_pixels=16 * 97, max_pixels=16 * 97), (300, 400), (32, 44)),
+        (exact(min_pixels=16 * 100, max_pixels=16 * 100), (300, 300), (40, 40)),
     ],
 )
-def test_fit_returns_known_sizes(size: tuple[int, int], want: tuple[int, int]) -> None:
-    assert ImageProcessor().fit(*size) == want
-
-
-def test_the_short_side_of_a_thin_image_shrinks_to_one_token_to_keep_the_budget() -> None:
-    assert ImageProcessor(max_tokens=16).fit(10, 1900) == (28, 16 * 28)
-    assert ImageProcessor(max_tokens=16).fit(1900, 10) == (16 * 28, 28)
-    assert ImageProcessor(max_tokens=1).fit(3000, 4000) == (28, 28)
-
-
-def test_the_maximum_takes_precedence_if_rounding_cannot_satisfy_both_limits() -> None:
-    processor = exact(min_pixels=16 * 97, max_pixels=16 * 97)  # 97 tokens: a prime
-    assert processor.fit(300, 400) == (32, 44)  # 8 x 11 tokens; rounded up, 9 x 12
-    assert exact(min_pixels=16 * 100, max_pixels=16 * 100).fit(300, 300) == (40, 40)
+def test_fit_returns_known_sizes(processor: ImageProcessor, size: tuple[int, int], want: tuple[int, int]) -> None:
+    assert processor.fit(*size) == want
 
 
 @st.composite
@@ -138,21 +137,11 @@ def test_fit_respects_multiples_and_maxima_and_is_symmetric(case: tuple[ImagePro
     assert processor.grid(height, width) == Grid(fitted[0] // factor, fitted[1] // factor)
 
 
-def fitted_by_transformers(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
-    """Return the size from Transformers' smart_resize, or None if smart_resize refuses the image."""
-    modeling: Any = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl")
-    factor = processor.patch_size * processor.spatial_merge_size
+def size_or_none(fit: Callable[..., tuple[int, int]], *arguments: int) -> tuple[int, int] | None:
+    """Return the size of an image, or None if the image is refused."""
     try:
-        size: tuple[int, int] = modeling.smart_resize(height, width, factor, processor.min_pixels, processor.max_pixels)
+        return fit(*arguments)
     except ValueError:
-        return None
-    return size
-
-
-def fitted(processor: ImageProcessor, height: int, width: int) -> tuple[int, int] | None:
-    try:
-        return processor.fit(height, width)
-    except InvalidInputError:
         return None
 
 
@@ -167,40 +156,15 @@ QWENS = {
 @pytest.mark.parametrize("model", QWENS)
 @pytest.mark.parametrize("step", [97, pytest.param(5, marks=pytest.mark.slow)])
 def test_sizes_of_all_shapes_equal_those_of_transformers(model: str, step: int) -> None:
+    modeling: Any = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl")
     processor = QWENS[model]
+    options = processor.patch_size * processor.spatial_merge_size, processor.min_pixels, processor.max_pixels
     # Every side up to 120, where rounding matters most, and a dense series of longer sides.
     sides = [*range(1, 121, max(step // 20, 1)), *range(121, 2000, 4 * step), *range(2000, 30_000, 47 * step)]
     for height in sides:
         for width in sides:
-            assert fitted(processor, height, width) == fitted_by_transformers(processor, height, width), (height, width)
-
-
-def test_fit_refuses_invalid_sizes() -> None:
-    processor = ImageProcessor()
-    with pytest.raises(InvalidInputError, match=r"image\.height: got 0, want >= 1"):
-        processor.fit(0, 5)
-    with pytest.raises(InvalidInputError, match=r"image\.width: got -1, want >= 1"):
-        processor.grid(5, -1)
-    with pytest.raises(InvalidInputError, match=r"image\.width: got 5\.0, want an integer"):
-        processor.fit(5, 5.0)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match="got 1 x 201 pixels, want a long side <= 200 short sides"):
-        processor.fit(1, 201)
-    assert processor.fit(1, 200)[0] == 28
-
-
-# Patches
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_patches_belong_to_the_caller(backend: str) -> None:
-    image = np.zeros((4, 4, 3), np.uint8)
-    image.flags.writeable = False
-    patches = exact(backend).process(image).patches
-    assert patches is not None
-    assert patches.flags.c_contiguous
-    assert not np.shares_memory(patches, image)
-    patches[...] = 9
-    assert image.max() == 0
+            want = size_or_none(modeling.smart_resize, height, width, *options)
+            assert size_or_none(processor.fit, height, width) == want, (height, width)
 
 
 # Sources
@@ -225,6 +189,11 @@ SAME = {
 def test_every_source_gives_the_same_pixels(name: str, backend: str) -> None:
     np.testing.assert_array_equal(pixels(SAME[name], backend), GRADIENT)
     assert exact(backend).inspect(SAME[name]) == ImageSize(4, 8)
+    patches = exact(backend).process(SAME[name]).patches
+    assert patches is not None
+    assert patches.flags.c_contiguous
+    patches[...] = 9  # which belong to the caller
+    np.testing.assert_array_equal(pixels(SAME[name], backend), GRADIENT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -303,14 +272,6 @@ def test_an_image_given_only_by_its_size_has_a_grid_but_no_patches() -> None:
 def test_invalid_images_are_refused(image: object, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         exact().process(image)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "secret.png"
-    path.touch(mode=0)
-    with pytest.raises(InvalidInputError, match="Permission denied"):
-        exact().inspect(path)
 
 
 # Formats
@@ -479,8 +440,12 @@ def test_a_truncated_file_is_always_refused(name: str, backend: str) -> None:
     for length in [*range(1, end, 1 + len(data) // 40), end]:
         with pytest.raises(InvalidInputError, match=r"^image: got "):
             exact(backend).process(data[:length])
+    half = data[: len(data) // 2]
     with pytest.raises(InvalidInputError, match="truncated"):
-        exact(backend).process(data[: len(data) // 2])
+        exact(backend).process(half)
+    if name == "JPEG":
+        with pytest.raises(InvalidInputError, match="truncated or corrupt Pillow image"):
+            exact(backend).process(Image.open(io.BytesIO(half)))
 
 
 def test_decoder_errors_other_than_memory_errors_become_mmpos_errors() -> None:
@@ -501,34 +466,23 @@ def test_pixels_that_contradict_the_header_are_refused(monkeypatch: pytest.Monke
         exact("torchvision").process(files()["JPEG"])
 
 
-def test_a_truncated_pillow_image_is_refused() -> None:
-    data = files()["JPEG"]
-    with pytest.raises(InvalidInputError, match="truncated or corrupt Pillow image"):
-        exact().process(Image.open(io.BytesIO(data[: len(data) // 2])))
-
-
 VALID = png(GRADIENT, 2, 8)
+DAMAGED = "with a damaged header, or with a width or height of 0, want"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (VALID[:8] + chunk(b"IDAT", b""), "got a PNG with a damaged header, or with a width or height of 0, want"),
+        (VALID[:8] + chunk(b"IDAT", b""), f"got a PNG {DAMAGED}"),
         (VALID[:60] + b"~" + VALID[61:], "truncated or corrupt PNG file"),
-        (png(GRADIENT, 5, 8), "got a PNG with a damaged header, or with a width or height of 0, want"),
-        (
-            VALID[:8] + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b""),
-            "got a PNG with a damaged header, or with a width or height of 0, want",
-        ),
-        (b"\xff\xd8\xff\xd9", "got a JPEG with a damaged header, or with a width or height of 0, want"),
-        (b"\xff\xd8\xff\xda\0\2", "got a JPEG with a damaged header, or with a width or height of 0, want"),
+        (png(GRADIENT, 5, 8), f"got a PNG {DAMAGED}"),
+        (VALID[:8] + chunk(b"IHDR", bytes(13)) + chunk(b"IEND", b""), f"got a PNG {DAMAGED}"),
+        (b"\xff\xd8\xff\xd9", f"got a JPEG {DAMAGED}"),
+        (b"\xff\xd8\xff\xda\0\2", f"got a JPEG {DAMAGED}"),
         (b"RIFF\0\0\0\0WEBPVP8?" + bytes(20), "got a file that starts with"),
-        (b"GIF89a\4\0\4\0\0\0\0;", "got a GIF with a damaged header, or with a width or height of 0, want"),
-        (
-            b"GIF89a\4\0\4\0\0\0\0,\0\0\0\0\4\0\4\0\0",
-            "got a GIF with a damaged header, or with a width or height of 0, want",
-        ),
+        (b"GIF89a\4\0\4\0\0\0\0;", f"got a GIF {DAMAGED}"),
+        (b"GIF89a\4\0\4\0\0\0\0,\0\0\0\0\4\0\4\0\0", f"got a GIF {DAMAGED}"),
     ],
 )
 def test_a_corrupt_file_is_refused(data: bytes, message: str, backend: str) -> None:
@@ -576,13 +530,6 @@ def test_the_pixel_limit_applies_to_arrays_and_sizes(image: object) -> None:
         exact(max_source_pixels=31).process(image)
 
 
-def test_an_image_that_is_too_thin_is_refused_from_its_header_alone() -> None:
-    data = encoded(Image.new("L", (201, 1)), "PNG")
-    for call in (exact().process, exact().inspect):
-        with pytest.raises(InvalidInputError, match="got 1 x 201 pixels, want a long side <= 200 short sides"):
-            call(data)
-
-
 # The processor as a whole
 
 
@@ -620,12 +567,8 @@ def test_scaled_decoding_reads_fewer_pixels_if_they_suffice_for_the_image(
     scaled = replace(processor, scaled_decoding=True)
     want, got = processor.process(data), scaled.process(data)
     assert shapes == [(1024, 768), decoded]
-    assert (got.grid, got.size, got.source_size, got.content_hash) == (
-        want.grid,
-        want.size,
-        want.source_size,
-        want.content_hash,
-    )
+    for name in ("grid", "size", "source_size", "content_hash"):
+        assert getattr(got, name) == getattr(want, name)
     assert got.patches is not None
     assert want.patches is not None
     difference = np.abs(got.patches.astype(int) - want.patches)
@@ -658,21 +601,6 @@ def test_pixel_values_equal_those_of_transformers(frames: int) -> None:
     assert_within(values, theirs["pixel_values"].numpy(), normalised(processor.mean, processor.std))
 
 
-@pytest.mark.parametrize(
-    ("patches", "message"),
-    [
-        ([1], "patches: got list, want a numpy array or a torch tensor"),
-        (np.zeros((1, 14, 14, 3), np.float32), "patches: got float32, want uint8"),
-        (torch.zeros(1, 14, 14, 3), "patches: got torch.float32, want uint8"),
-        (np.zeros((1, 3, 14, 14), np.uint8), r"patches: got shape \(1, 3, 14, 14\), want \(n, 14, 14, 3\)"),
-        (np.zeros((14, 14, 3), np.uint8), r"patches: got shape \(14, 14, 3\), want \(n, 14, 14, 3\)"),
-    ],
-)
-def test_pixel_values_of_other_arrays_are_refused(patches: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message):
-        ImageProcessor().pixel_values(patches)
-
-
 def test_an_image_may_be_processed_to_pixel_values() -> None:
     image, plain = photo(), ImageProcessor(order="merged")
     patches = plain.process(image).patches
@@ -680,8 +608,6 @@ def test_an_image_may_be_processed_to_pixel_values() -> None:
     for processor in (plain, replace(plain, dtype="float32")):
         got = processor.process(image, temporal_patch_size=3).patches
         np.testing.assert_array_equal(got, plain.pixel_values(patches, temporal_patch_size=3))
-    with pytest.raises(InvalidInputError, match="temporal_patch_size: got 0, want >= 1"):
-        plain.process(image, temporal_patch_size=0)
 
 
 def test_each_backend_resizes_with_its_own_library() -> None:
@@ -692,19 +618,6 @@ def test_each_backend_resizes_with_its_own_library() -> None:
     np.testing.assert_array_equal(pixels(image, "pillow", **options), by_pillow)
     np.testing.assert_array_equal(pixels(image, "torchvision", **options), by_torch.permute(1, 2, 0))
     assert np.any(np.asarray(by_pillow) != by_torch.permute(1, 2, 0).numpy())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@given(height=st.integers(1, 60), width=st.integers(1, 60))
-def test_processed_pixels_have_the_grid_and_size_predicted_from_their_sides(
-    backend: str, height: int, width: int
-) -> None:
-    processor = ImageProcessor(backend, patch_size=4, min_pixels=64, max_tokens=9)
-    processed = processor.process(np.zeros((height, width), np.uint8))
-    assert processed.patches is not None
-    assert processed.grid == processor.grid(height, width)
-    assert processed.size == processor.fit(height, width) == (processed.grid.height * 8, processed.grid.width * 8)
-    assert processed.patches.shape == (processed.grid.height * processed.grid.width * 4, 4, 4, 3)
 
 
 def test_inspect_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -753,6 +666,30 @@ def test_a_processor_can_be_pickled_and_compares_by_value() -> None:
 def test_a_processor_checks_its_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         ImageProcessor(**options)
+
+
+THIN = encoded(Image.new("L", (201, 1)), "PNG")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PLAIN.fit(0, 5), r"image\.height: got 0, want >= 1"),
+        (lambda: PLAIN.grid(5, -1), r"image\.width: got -1, want >= 1"),
+        (lambda: PLAIN.fit(5, 5.0), r"image\.width: got 5\.0, want an integer"),  # type: ignore[arg-type]
+        *((call, "got 1 x 201 pixels, want a long side <= 200 short sides")
+          for call in (lambda: PLAIN.fit(1, 201), lambda: PLAIN.process(THIN), lambda: PLAIN.inspect(THIN))),
+        (lambda: PLAIN.process(GRADIENT, temporal_patch_size=0), "temporal_patch_size: got 0, want >= 1"),
+        (lambda: PLAIN.pixel_values([1]), "patches: got list, want a numpy array or a torch tensor"),  # type: ignore[type-var]
+        (lambda: PLAIN.pixel_values(np.zeros((1, 14, 14, 3))), "patches: got float64, want uint8"),
+        (lambda: PLAIN.pixel_values(torch.zeros(1, 14, 14, 3)), "patches: got torch.float32, want uint8"),
+        (lambda: PLAIN.pixel_values(np.zeros((1, 3, 14, 14), np.uint8)), r"patches: got shape \(1, 3, 14, 14\), want"),
+        (lambda: PLAIN.pixel_values(np.zeros((14, 14, 3), np.uint8)), r"patches: got shape \(14, 14, 3\), want"),
+    ],
+)  # fmt: skip
+def test_methods_of_a_processor_check_their_arguments(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        call()
 
 
 def test_a_missing_library_is_reported_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,7 +345,7 @@ CASES = (
 RESUMABLE = tuple(case for case in CASES if case.resumable)
 
 
-SECONDS = (None, *(Fraction(numerator, 6) for numerator in (2, 3, 5, 6, 7, 10, 16)), Fraction(1, 4), 4)
+SECONDS: tuple[Fraction | None, ...] = (None, *(Fraction(n, 12) for n in (3, 4, 6, 10, 12, 14, 20, 32, 48)))
 
 
 @cache
@@ -367,10 +367,10 @@ def documents(case: Case) -> st.SearchStrategy[Document]:
     """Draw documents of text and grids, with a text token between grids where the scheme requires one."""
     parts = grids(case) | st.sampled_from([Text(1), Text(2), Text(3), Text(4)]) if case.text else grids(case)
     drawn = st.lists(parts, min_size=1, max_size=5)
-    return drawn if case.adjacent else drawn.map(_separated)
+    return drawn if case.adjacent else drawn.map(separated)
 
 
-def _separated(parts: Document) -> Document:
+def separated(parts: Document) -> Document:
     """Insert a text token between adjacent grids."""
     apart = parts[:1]
     for before, part in pairwise(parts):

@@ -48,59 +48,48 @@ def filled(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 Make = Callable[[int, int, int, int, torch.dtype], Held]
+Shape = Callable[[int, int, int, int], tuple[int, ...]]
+"""A shape from the numbers of blocks, of slots in a block, of heads and of channels."""
 
 
-def _apart(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    key, value = (filled(blocks, size, heads, dim, dtype=dtype) for _ in range(2))
-    return Held(key, value, (key, value), "NHD", size)
+def _apart(layout: str, shape: Shape) -> Make:
+    """Allocate k and v separately."""
+
+    def make(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
+        key, value = (filled(*shape(blocks, size, heads, dim), dtype=dtype) for _ in range(2))
+        return Held(key, value, (key, value), layout, size if key.dim() == 4 else 1)
+
+    return make
 
 
-def _apart_by_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    key, value = (filled(blocks, heads, size, dim, dtype=dtype) for _ in range(2))
-    return Held(key, value, (key, value), "HND", size)
+def _together(layout: str, shape: Shape, split: Callable[[Tensor], Sequence[Tensor]]) -> Make:
+    """Allocate one tensor, of which k and v are views."""
 
+    def make(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
+        both = filled(*shape(blocks, size, heads, dim), dtype=dtype)
+        key, value = split(both)
+        return Held(key, value, (both,), layout, size)
 
-def _stacked(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    both = filled(2, blocks, size, heads, dim, dtype=dtype)
-    return Held(both[0], both[1], (both,), "NHD", size)
-
-
-def _by_page(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    both = filled(blocks, 2, size, heads, dim, dtype=dtype)
-    return Held(both[:, 0], both[:, 1], (both,), "NHD", size)
-
-
-def _by_page_and_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    both = filled(blocks, 2, heads, size, dim, dtype=dtype)
-    return Held(both[:, 0], both[:, 1], (both,), "HND", size)
-
-
-def _side_by_side(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    both = filled(blocks, heads, size, 2 * dim, dtype=dtype)
-    key, value = both.transpose(1, 2).split(dim, dim=-1)
-    return Held(key, value, (both,), "NHD", size)
-
-
-def _all_layers(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    every = filled(blocks, 3, heads, size, 2 * dim, dtype=dtype)
-    key, value = every[:, 1].split(dim, dim=-1)
-    return Held(key, value, (every,), "HND", size)
-
-
-def _pool(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    key, value = (filled(blocks * size, heads, dim, dtype=dtype) for _ in range(2))
-    return Held(key, value, (key, value), "NHD", 1)
+    return make
 
 
 CACHES: Mapping[str, Make] = {
-    "NHD": _apart,
-    "HND": _apart_by_head,
-    "k and v stacked": _stacked,  # vLLM before 0.33
-    "k and v by page": _by_page,  # FlashInfer NHD
-    "k and v by page, HND": _by_page_and_head,  # FlashInfer HND
-    "k and v side by side": _side_by_side,  # vLLM 0.33
-    "all layers in a block": _all_layers,  # vLLM 0.33 for transfers
-    "a pool of slots": _pool,  # SGLang
+    "NHD": _apart("NHD", lambda b, s, h, d: (b, s, h, d)),
+    "HND": _apart("HND", lambda b, s, h, d: (b, h, s, d)),
+    # vLLM before 0.33
+    "k and v stacked": _together("NHD", lambda b, s, h, d: (2, b, s, h, d), torch.unbind),
+    # FlashInfer NHD and HND
+    "k and v by page": _together("NHD", lambda b, s, h, d: (b, 2, s, h, d), lambda x: x.unbind(1)),
+    "k and v by page, HND": _together("HND", lambda b, s, h, d: (b, 2, h, s, d), lambda x: x.unbind(1)),
+    # vLLM 0.33, and for transfers
+    "k and v side by side": _together(
+        "NHD", lambda b, s, h, d: (b, h, s, 2 * d), lambda x: x.transpose(1, 2).chunk(2, dim=-1)
+    ),
+    "all layers in a block": _together(
+        "HND", lambda b, s, h, d: (b, 3, h, s, 2 * d), lambda x: x[:, 1].chunk(2, dim=-1)
+    ),
+    # SGLang
+    "a pool of slots": _apart("NHD", lambda b, s, h, d: (b * s, h, d)),
 }
 
 

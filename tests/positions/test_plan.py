@@ -126,11 +126,11 @@ class Stretched(Scheme):
     linear_in = ("cursor",)
     axes = 2
     factor: Any = 1
-    failing: bool = False
+    failing: int = 0
     calls: list[int] = field(default_factory=list, compare=False)
 
     def advance(self, grids: Grids) -> Any:
-        if self.failing:
+        if (grids.height == self.failing).any():
             raise InvalidInputError("stretched: got no luck, want some")
         self.calls.append(grids.width.size)
         return self.factor * grids.width
@@ -169,7 +169,7 @@ PLANNED: list[tuple[Any, list[Any], bool]] = [
     *(("mrope-qwen2.5", [Text(1), grid], grid is GRID) for grid in (GRID, VIDEO, TIMED)),
     *((scheme, [Text(1), GRID], False) for scheme in ("xd-rope", "rows", "grid-2d", "tmrope", "mrope-canvas")),
     *((scheme, [Text(2), TIMED], True) for scheme in (RopeTie(axes=3), "mrope", "videorope", "vrope")),  # unused times
-    ("mrope-qwen3", [Text(2), Grid(2, 4, seconds_per_frame=1)], True),
+    *((scheme, [Text(2), Grid(2, 4, seconds_per_frame=1)], True) for scheme in ("mrope-qwen2.5", "mrope-qwen3")),
     (Stretched(2), [Text(1), GRID], True),
     (Stretched([1]), [Text(1), GRID], False),  # not hashable
     (Inherited(2), [Text(1), GRID], False),
@@ -226,7 +226,14 @@ def test_a_scheme_is_called_once_per_shape_and_new_times_do_not_discard_its_plan
 def test_errors_of_a_scheme_are_raised_and_do_not_prevent_plans_of_other_shapes() -> None:
     segments = SegmentTable.from_documents([[Text(1), GRID, Text(1)]])
     with pytest.raises(InvalidInputError, match=r"^stretched: got no luck, want some$"):
-        place(segments, Stretched(failing=True))
+        place(segments, Stretched(failing=2))
+    documents: list[list[Segment]] = [[Text(1), Grid(side, 1)] for side in (1, 2, 3)]
+    scheme = Stretched(failing=1)
+    with pytest.raises(InvalidInputError, match=r"^stretched: got no luck, want some$"):
+        place(SegmentTable.from_documents(documents), scheme)
+    calls = len(scheme.calls)
+    assert by_plan(SegmentTable.from_documents(documents[1:]), scheme) is not None
+    assert len(scheme.calls) == calls  # the plan has the other shapes
     with pytest.raises(InvalidInputError, match=r"^scheme 'stretched': got advance float64, want integers$"):
         place(segments, Stretched(1.5))
     place(segments, "mrope-qwen2.5")

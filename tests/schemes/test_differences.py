@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from layouts import CLASSES, FRAME_RATES, IMAGE, VIDEO, Array, Layout, random_answers, rope_index
+from layouts import FRAME_RATES, IMAGE, VIDEO, Array, Layout, rope_index
 from oracle import exact, placed
 
 from mmpos import Grid, InvalidInputError, Placeholders, Scheme, SegmentTable, Text, place
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2
-
-COUNT = 350
-"""The number of layouts per model, with and without videos: 2,100 in total."""
-
-
-# Ids.
-
-
-@pytest.mark.parametrize(
-    ("model", "videos", "scheme"),
-    [
-        *((model, False, "mrope") for model in CLASSES),
-        *((model, True, "mrope-transformers") for model in CLASSES),
-        ("qwen2_5_vl", False, "mrope-transformers"),
-        ("qwen3_vl", True, "mrope-qwen3"),
-    ],
-)
-def test_ids_of_random_batches_equal_those_of_transformers(model: str, videos: bool, scheme: str) -> None:
-    """Padding, which has id 0 on both sides, is also compared."""
-    batches = random_answers(model, videos, COUNT)
-    assert len(batches) == COUNT
-    for layout, want in batches:
-        timed = model == "qwen2_5_vl" and scheme == "mrope-transformers"
-        known: str | Scheme = MRopeTransformers(tokens_per_second=layout.rate) if timed else scheme
-        positions = place(layout.segments(timed), known)
-        np.testing.assert_array_equal(positions.dense().reshape(want.ids.shape), want.ids)
-        assert positions.deltas.tolist() == want.deltas.tolist()
-        highest = np.where(layout.real, want.ids, -1).max(axis=(0, 2))
-        assert positions.next_positions.tolist() == (highest + 1).tolist()
 
 
 def test_in_transformers_ids_of_text_after_a_video_are_below_its_frames_and_contradict_the_delta() -> None:
@@ -55,30 +26,6 @@ def test_in_transformers_ids_of_text_after_a_video_are_below_its_frames_and_cont
     for scheme, last, following in (("mrope-transformers", 5, 8), ("mrope", 8, 9)):
         ours = place(video.segments(), scheme)
         assert (ours.dense()[:, -1].tolist(), ours.next_positions.tolist()) == ([last] * 3, [following])
-
-
-def rows_that_end_in_text(model: str) -> Iterator[tuple[bool, bool]]:
-    """Yield two answers for each row that contains a video and ends with text.
-
-    The first is whether its ids differ from the engines', the second whether its delta contradicts its last id.
-    """
-    schemes: dict[str, str | Scheme] = {"qwen2_vl": "mrope", "qwen3_vl": "mrope-qwen3"}
-    for layout, answer in random_answers(model, True, COUNT):
-        engines = place(layout.segments(True), schemes.get(model, MRopeQwen25(tokens_per_second=layout.rate)))
-        differs = answer.ids != engines.dense().reshape(answer.ids.shape)
-        for row, real in enumerate(layout.real):
-            kinds = layout.kinds[row][real]
-            if 2 in kinds and kinds[-1] == 0:
-                following = int(answer.deltas[row]) + kinds.size
-                yield bool(differs[:, row, real].any()), following != int(answer.ids[0, row, real][-1]) + 1
-
-
-@pytest.mark.parametrize(
-    ("model", "counts"), [("qwen2_vl", (175, 96, 6)), ("qwen2_5_vl", (147, 77, 44)), ("qwen3_vl", (153, 0, 0))]
-)
-def test_how_often_transformers_and_the_engines_differ(model: str, counts: tuple[int, int, int]) -> None:
-    rows = list(rows_that_end_in_text(model))
-    assert (len(rows), *(sum(column) for column in zip(*rows, strict=True))) == counts
 
 
 def test_an_image_with_several_frames_has_no_time_in_transformers() -> None:
@@ -202,25 +149,22 @@ def test_take_selects_the_attention_windows_of_qwen2_5() -> None:
 # Input that one side refuses; tests/segments compares the full messages.
 
 
-class Legal(NamedTuple):
-    """Valid input that Transformers cannot process, and the correct ids."""
-
-    layout: Layout
-    ids: list[list[int]]
-    model: str = "qwen2_vl"
-
-
-LEGAL = {
-    "two images touch": Legal(
+# Valid input that Transformers cannot process: its model, and the correct ids.
+LEGAL: dict[str, tuple[str, Layout, list[list[int]]]] = {
+    "two images touch": (
+        "qwen2_vl",
         Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4], [1, 2, 2]]),
         [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]],
     ),
-    "two videos touch": Legal(
+    "two videos touch": (
+        "qwen2_vl",
         Layout(np.array([[1, VIDEO, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2], [1, 2, 2]]),
         [[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 1, 2, 3]],
     ),
-    "frames without timestamps": Legal(
-        Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True), [[0, 1, 2, 3]] * 3, "qwen3_vl"
+    "frames without timestamps": (
+        "qwen3_vl",
+        Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True),
+        [[0, 1, 2, 3]] * 3,
     ),
 }
 
@@ -228,74 +172,52 @@ LEGAL = {
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", LEGAL)
 def test_valid_input_on_which_transformers_raises_is_placed(name: str) -> None:
-    layout, ids, model = LEGAL[name]
+    model, layout, ids = LEGAL[name]
     with pytest.raises(RuntimeError):
         rope_index(model, layout)
     assert place(layout.segments(), "mrope-transformers").dense().tolist() == ids
 
 
-class Illegal(NamedTuple):
-    """Input for which mmpos raises an error with this name, and Transformers' first-axis ids or error type."""
-
-    name: str
-    theirs: list[int] | type[Exception]
-    layout: Layout
-
-
 NO_NUMBERS = torch.full((2,), torch.nan).long().tolist()
 """Integers that this processor converts NaN to: the smallest int64 on x86, 0 on ARM64."""
-ONE, TWO = np.array([[1, IMAGE, 2]]), np.array([[1, VIDEO, VIDEO, 2]])
-FILM = np.array([[1, VIDEO, 2]])
-ILLEGAL = {
-    "a surplus grid": Illegal("image_grid_thw[1]", [0, 1, 2], Layout(ONE, images=[[1, 2, 2]] * 2)),
-    "runs of wrong lengths with the right sum": Illegal(
-        "image_grid_thw[0]",
-        [0, 1, 1, 1, 4, 5],
-        Layout(np.array([[1, IMAGE, 2, IMAGE, IMAGE, IMAGE]]), images=[[1, 2, 6], [1, 2, 2]]),
+SQUARE, TIMES = [[1, 2, 2]], "seconds_per_frame"
+
+# What mmpos's error names, Transformers' first-axis ids or its error, the ids, and the rest of the layout.
+ILLEGAL: dict[str, tuple[str, list[int] | type[Exception], list[Any], dict[str, Any]]] = {
+    "a surplus grid": ("image_grid_thw[1]", [0, 1, 2], [1, IMAGE, 2], {"images": SQUARE * 2}),
+    "runs of wrong lengths with the right sum": (
+        "image_grid_thw[0]", [0, 1, 1, 1, 4, 5], [1, IMAGE, 2, *[IMAGE] * 3], {"images": [[1, 2, 6], [1, 2, 2]]},
     ),
-    "sides not divisible by the merge size": Illegal("image_grid_thw[0]", [0, 1, 2], Layout(ONE, images=[[1, 3, 2]])),
-    "a hole in the mask": Illegal(
-        "attention_mask[0]", [0, 0, 1, 2], Layout(np.array([[1, 3, 3, 2]]), np.array([[1, 0, 1, 1]]))
+    "indivisible sides": ("image_grid_thw[0]", [0, 1, 2], [1, IMAGE, 2], {"images": [[1, 3, 2]]}),
+    "a hole in the mask": ("attention_mask[0]", [0, 0, 1, 2], [1, 3, 3, 2], {"attention_mask": [1, 0, 1, 1]}),
+    "a hole in an image": (
+        "attention_mask[0]", [0, 1, 0, 2], [1, IMAGE, IMAGE, 2], {"attention_mask": [1, 1, 0, 1], "images": SQUARE},
     ),
-    "a hole in an image": Illegal(
-        "attention_mask[0]",
-        [0, 1, 0, 2],
-        Layout(np.array([[1, IMAGE, IMAGE, 2]]), np.array([[1, 1, 0, 1]]), images=[[1, 2, 2]]),
+    "a mask with other values": ("attention_mask", [0, 0, 1, 2], [1, 3, 3, 2], {"attention_mask": [0, 2, 1, 1]}),
+    "more times than videos": (TIMES, [0, 1, 2], [1, VIDEO, 2], {"videos": SQUARE, "seconds": [1.0, 2.0]}),
+    "a negative time": (
+        f"{TIMES}[0]", [0, 1, -1, 2], [1, VIDEO, VIDEO, 2], {"videos": [[2, 2, 2]], "seconds": [-1.0]},
     ),
-    "a mask with values other than 0 and 1": Illegal(
-        "attention_mask", [0, 0, 1, 2], Layout(np.array([[1, 3, 3, 2]]), np.array([[0, 2, 1, 1]]))
+    "a time of NaN": (
+        f"{TIMES}[0]", [0, *(1 + number for number in NO_NUMBERS), 2], [1, VIDEO, VIDEO, 2],
+        {"videos": [[2, 2, 2]], "seconds": [float("nan")]},
     ),
-    "more times than videos": Illegal(
-        "seconds_per_frame", [0, 1, 2], Layout(FILM, videos=[[1, 2, 2]], seconds=[1.0, 2.0])
+    "a missing grid": ("image_grid_thw", StopIteration, [1, IMAGE, 2, IMAGE], {"images": SQUARE}),
+    "no grids": ("image_grid_thw", TypeError, [1, IMAGE, 2], {}),
+    "a run longer than its grid": ("image_grid_thw", RuntimeError, [1, *[IMAGE] * 3, 2], {"images": [[1, 2, 4]]}),
+    "a row without tokens": ("attention_mask[1]", ValueError, [[1, 2]] * 2, {"attention_mask": [[1, 1], [0, 0]]}),
+    "a missing time": (
+        TIMES, StopIteration, [1, VIDEO, 2, VIDEO], {"videos": SQUARE * 2, "seconds": [1.0]},
     ),
-    "a negative time": Illegal("seconds_per_frame[0]", [0, 1, -1, 2], Layout(TWO, videos=[[2, 2, 2]], seconds=[-1.0])),
-    "a time of NaN": Illegal(
-        "seconds_per_frame[0]",
-        [0, *(1 + number for number in NO_NUMBERS), 2],
-        Layout(TWO, videos=[[2, 2, 2]], seconds=[float("nan")]),
-    ),
-    "a missing grid": Illegal(
-        "image_grid_thw", StopIteration, Layout(np.array([[1, IMAGE, 2, IMAGE]]), images=[[1, 2, 2]])
-    ),
-    "no grids": Illegal("image_grid_thw", TypeError, Layout(ONE)),
-    "a run longer than its grid": Illegal(
-        "image_grid_thw", RuntimeError, Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4]])
-    ),
-    "a row without tokens": Illegal(
-        "attention_mask[1]", ValueError, Layout(np.array([[1, 2], [1, 2]]), np.array([[1, 1], [0, 0]]))
-    ),
-    "a missing time": Illegal(
-        "seconds_per_frame",
-        StopIteration,
-        Layout(np.array([[1, VIDEO, 2, VIDEO]]), videos=[[1, 2, 2]] * 2, seconds=[1.0]),
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_invalid_input_that_transformers_accepts_or_does_not_locate_is_refused_with_its_location(name: str) -> None:
-    named, theirs, layout = ILLEGAL[name]
+    named, theirs, input_ids, more = ILLEGAL[name]
+    mask = np.atleast_2d(more["attention_mask"]) if "attention_mask" in more else None
+    layout = Layout(np.atleast_2d(input_ids), **more | {"attention_mask": mask})
     model = "qwen2_vl" if layout.seconds is None else "qwen2_5_vl"
     if isinstance(theirs, list):
         assert rope_index(model, layout).ids[0, 0].tolist() == theirs

@@ -16,143 +16,23 @@ from mmpos.schemes import (
     NOT_AFFINE,
     SCHEMES,
     Allegro,
-    AnyFlowFar,
     CogVideoX,
     Cosmos,
-    Cosmos3,
     Flux,
     Flux2,
     Flux3,
-    HunyuanImage,
-    Ideogram4,
-    JoyImage,
     Kandinsky,
-    LongCatImage,
     Ltx,
     Ltx2,
     Lumina2,
     MiniMaxH3,
     QwenImage,
-    Wan,
     get_scheme,
 )
 from mmpos.segments import Thumbnail, Tile
 from mmpos.segments.kinds import Audio, Segment
 
 HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
-IMAGE: list[Segment] = [Text(2), Grid(2, 3), Grid(1, 2)]
-"""Two text tokens, an image and a reference image."""
-
-# One line per axis: text | image | reference.
-ROWS = "0 0 | 0 0 0 1 1 1 | 0 0"
-COLUMNS = "0 0 | 0 1 2 0 1 2 | 0 1"
-LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
-    "flux2, steps of 3": (Flux2(reference_step=3), IMAGE, ["0 0 | 0 0 0 0 0 0 | 3 3", ROWS, COLUMNS, "0 1" + " 0" * 8]),
-    "flux3, other steps": (
-        Flux3(row_step=1, col_step=THIRD),
-        IMAGE,
-        ["0 " * 10, ROWS, "0 0 0 1/3 2/3 0 1/3 2/3 0 1/3", "0 1 0 0 0 0 0 0 -1 -1"],
-    ),
-    "lumina2 of ERNIE-Image": (
-        Lumina2(image_first=True),
-        [Grid(2, 1), Text(3)],
-        ["3 3 | 0 1 2", "0 1 | 0 0 0", "0 0 0 0 0"],
-    ),
-    "lumina2 of BriaFibo 2": (Lumina2(first=1, image_at=9), IMAGE, ["1 2 | 9 9 9 9 9 9 | 10 10", ROWS, COLUMNS]),
-    "longcat-image at 512": (LongCatImage(image_at=512), [Text(1), Grid(1, 2)], ["0 1 1", "0 512 512", "0 512 513"]),
-    "ideogram4 elsewhere": (Ideogram4(image_at=7), [Text(1), Grid(2, 1)], ["0 7 7", "0 7 8", "0 7 7"]),
-    "wan with keyframes": (
-        "wan",
-        [Grid(1, 2, frames=3), Grid(2, 1, first_frame=0), Grid(1, 1, frames=2, first_frame=2)],
-        ["0 0 1 1 2 2 | 0 0 | 2 3", "0 0 0 0 0 0 | 0 1 | 0 0", "0 1 0 1 0 1 | 0 0 | 0 0"],
-    ),
-    "wan of ChronoEdit": (
-        Wan(skip_length=8),
-        [Grid(1, 1, frames=2), Grid(1, 1, frames=3, first_frame=4)],
-        ["0 7 | 4 5 6", "0 0 0 0 0", "0 0 0 0 0"],
-    ),
-    "anyflow-far by 3": (AnyFlowFar(ratio=3), [Grid(1, 2), Grid(1, 1)], ["0 0 1", "1 1 0", "1 4 0"]),
-    "hunyuan-image, 3 axes": (HunyuanImage(axes=3), [Grid(1, 1, frames=2), Text(1)], ["0 1 0", "0 0 0", "0 0 0"]),
-    "allegro, other steps": (Allegro(1, THIRD, 2), [Grid(2, 2)], ["0 0 0 0", "0 0 1/3 1/3", "0 2 0 2"]),
-    "ltx with a keyframe at 80 before the video": (
-        "ltx",
-        [
-            Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 25), first_frame=80),
-            Grid(1, 2, seconds_per_frame=Fraction(1, 25)),
-        ],
-        ["-17/25 -169/250 | -1 -1", "-1 " * 4, "-1 -1 | -1 -31/32"],
-    ),
-    "ltx2 without a first frame": (
-        Ltx2(axes=1, causal_offset=0, tokens_per_second=1),
-        [Grid(1, 1, frames=2, seconds_per_frame=1)],
-        ["-1 3"],
-    ),
-    "ltx2 with wider columns": (
-        Ltx2(col_step=Fraction(1, 8)),
-        [Grid(1, 2, seconds_per_frame=1)],
-        ["-19/20 -19/20", "-63/64 -63/64", "-15/16 -13/16"],
-    ),
-    "cosmos of images": (
-        Cosmos(tokens_per_second=3),
-        [
-            Grid(2, 1, frames=2, seconds_per_frame=Fraction(1, 3)),
-            Grid(1, 1, frames=2, seconds_per_frame=1, first_frame=2),
-        ],
-        ["0 0 1 1 | 6 9", "0 1 0 1 0 0", "0 " * 6],
-    ),
-    "cosmos3 without a margin": (Cosmos3(margin=0), [Text(2), Grid(2, 1)], ["0 1 2 2", "0 1 0 1", "0 1 0 0"]),
-    "kandinsky with a last frame": (
-        Kandinsky(frame_step=HALF),
-        [Grid(1, 1, frames=2), Grid(1, 1, first_frame=5), Grid(1, 1, first_frame=-1)],
-        ["0 1/2 | 5/2 | -1/2", "0 " * 4, "0 " * 4],
-    ),
-    "kandinsky, scaled": (
-        Kandinsky(row_step=HALF, col_step=THIRD),
-        [Grid(2, 2)],
-        ["0 0 0 0", "0 0 1/2 1/2", "0 1/3 0 1/3"],
-    ),
-    "joyimage with running text": (
-        JoyImage(text_runs=True),
-        [Grid(1, 4), Text(2), Text(1)],
-        ["0 0 0 0 | 4 5 6", "0 0 0 0 | 4 5 6", "0 1 2 3 | 4 5 6"],
-    ),
-    "bagel": ("bagel", [Text(2), Thumbnail(1, 2), Grid(1, 2), Text(2)], ["0 1 | 2 2 2 2 | 3 3 | 4 5"]),
-    "omnigen2": (
-        "omnigen2",
-        [*IMAGE, Text(1)],
-        ["0 1 | 2 2 2 2 2 2 | 5 5 | 7", "0 1 | 0 0 0 1 1 1 | 0 0 | 7", "0 1 | 0 1 2 0 1 2 | 0 1 | 7"],
-    ),
-}
-"""Settings and roles that neither diffusers' classes nor the conformance vectors have."""
-
-NEXT = {"bagel": 6, "omnigen2": 8}
-"""The next position of each document that has one."""
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_ids_equal_handwritten_ids_and_documents_of_a_batch_are_independent(case: str) -> None:
-    scheme, document, axes = LAYOUTS[case]
-    want = [*zip(*(map(Fraction, line.replace("|", " ").split()) for line in axes), strict=True)]
-    positions = place(SegmentTable.from_documents([document, document[:1], document]), scheme)
-    assert exact(positions.slice(0, len(want))) == exact(positions)[-len(want) :] == want
-    assert positions.resumable.all() == (case in NEXT)
-    if case in NEXT:
-        assert positions.next_positions[::2].tolist() == [NEXT[case]] * 2
-    else:
-        assert exact(placed(document, scheme, 5)) == [tuple(value + 5 for value in position) for position in want]
-
-
-def test_images_before_text_that_starts_at_1_are_on_the_next_plane() -> None:
-    positions = placed([Grid(2, 1), Text(3)], Lumina2(first=1, image_first=True))
-    assert positions.dense().tolist() == [[4, 4, 1, 2, 3], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
-
-
-def test_one_start_per_document_is_refused_by_schemes_that_cannot_be_resumed() -> None:
-    segments = SegmentTable.from_documents([[Text(1), Grid(2, 2)]] * 2)
-    with pytest.raises(UnsupportedError, match="start: got one per document, want one integer: flux cannot be resumed"):
-        place(segments, "flux", [0, 1])
-    with pytest.raises(UnsupportedError, match="start: got one per document"):
-        place(segments, "flux", np.array([0, 1]))
 
 
 def test_an_image_in_bagel_consumes_one_id() -> None:
@@ -173,12 +53,6 @@ def test_cogvideox_as_released_has_a_different_step_in_a_region_that_does_not_be
     assert (released[0], intended[0]) == (12, 12)
     assert {b - a for a, b in pairwise(released)} == {(Fraction(32 * 29, 30) - 12) / 29}
     assert {b - a for a, b in pairwise(intended)} == {Fraction(20, 30)}
-
-
-def test_text_with_constant_ids_is_not_padding() -> None:
-    table = placed([Text(3), Grid(2, 2)], "flux").pad(9)
-    assert table.is_padding.tolist() == [False, False, True]
-    assert table.real_lengths.tolist() == [7]
 
 
 NO_REFERENCES = [

@@ -1,6 +1,6 @@
 """Ids of generation schemes equal those of diffusers' pipelines for random image sizes and text lengths.
 
-tests/integrations/test_diffusers_settings.py compares the schemes whose ids a transformer itself computes.
+tests/integrations/test_diffusers_settings.py compares the rotations of every transformer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from oracle import placed
-from tolerance import FREQUENCY, cos_sin, gamma
+from tolerance import gamma
 
 from mmpos import Grid, Scheme, Text
-from mmpos.schemes import CogVideoX, Cosmos3, Flux, Ltx, Ltx2, Lumina2, MiniMaxH3, QwenImage
+from mmpos.schemes import CogVideoX, Cosmos3, Flux, Ltx, MiniMaxH3
 from mmpos.segments.kinds import Segment
 
 torch = pytest.importorskip("torch")
@@ -30,46 +29,12 @@ pytest.importorskip("diffusers")
 Ids = npt.NDArray[np.float64]
 
 
-class Rotations(NamedTuple):
-    """Rotations of tokens as computed by a class in diffusers.
-
-    Args:
-        cos: (tokens, pairs).
-        sin: (tokens, pairs).
-        dims: number of channels on each axis.
-        theta: base of the frequencies.
-    """
-
-    cos: Ids
-    sin: Ids
-    dims: Sequence[int]
-    theta: float = 1e4
-
-
 class Drawn(NamedTuple):
-    """A random document, and its ids or rotations in diffusers.
-
-    Args:
-        scheme: scheme to be compared.
-        document: segments in the document.
-        ids: (axes, tokens) ids, or the rotations of tokens.
-        tokens: tokens that ``ids`` describes.
-    """
+    """A scheme, a random document, and its (axes, tokens) ids in diffusers."""
 
     scheme: str | Scheme
     document: Sequence[Segment]
-    ids: Ids | Rotations
-    tokens: slice = slice(None)
-
-
-def model(name: str) -> Any:
-    return import_module(f"diffusers.models.transformers.transformer_{name}")
-
-
-@cache
-def rope(file: str, name: str, *arguments: Any) -> Any:
-    """Return a rotary module; it is cached because its tables are large."""
-    return getattr(model(file), name)(*arguments)
+    ids: Ids
 
 
 def pipeline(name: str) -> Any:
@@ -83,17 +48,6 @@ def blocks(name: str) -> Any:
 def ids(*parts: Any) -> Ids:
     """Concatenate ids of shape (tokens, axes) and return them as (axes, tokens)."""
     return np.concatenate([np.asarray(part, np.float64) for part in parts]).T
-
-
-def halves(cos_and_sin: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
-    """Convert the cos and sin of every channel to rotations whose pairs are channels c and c + channels/2."""
-    cos, sin = (part.double().numpy()[:, : part.shape[-1] // 2] for part in cos_and_sin)
-    return Rotations(cos, sin, dims, theta)
-
-
-def complex_(rotations: Any, dims: Sequence[int], theta: float = 1e4) -> Rotations:
-    flat = rotations.reshape(-1, rotations.shape[-1])
-    return Rotations(flat.real.double().numpy(), flat.imag.double().numpy(), dims, theta)
 
 
 def sizes(draw: random.Random, most: int = 24) -> tuple[int, int]:
@@ -141,43 +95,6 @@ def flux3(draw: random.Random) -> Drawn:
     return Drawn("flux3", [Text(text), *grids], ids(words, *parts))
 
 
-def qwen_image(draw: random.Random) -> Drawn:
-    grids, text, layered = several(draw, 4), draw.randint(1, 40), draw.random() < 0.5
-    name = "QwenEmbedLayer3DRope" if layered else "QwenEmbedRope"
-    rope_of = rope("qwenimage", name, 10000, (16, 56, 56), True)
-    images, words = rope_of([[grid.extents for grid in grids]], max_txt_seq_len=text, device=torch.device("cpu"))
-    rotations = complex_(torch.cat([words, images]), [16, 56, 56])
-    return Drawn(QwenImage(layered=layered), [Text(text), *grids], rotations)
-
-
-def qwen_image_21(draw: random.Random) -> Drawn:
-    document: list[Segment] = []
-    for grid in several(draw):
-        document += [Text(draw.randint(1, 20)), grid]
-    document.append(Text(draw.randint(1, 5)))
-    mask = torch.tensor([isinstance(part, Grid) for part in document]).repeat_interleave(
-        torch.tensor([int(np.prod(part.extents)) for part in document])
-    )
-    shapes = [part.extents for part in document if isinstance(part, Grid)]
-    rotations = rope("qwenimage21", "QwenImage21Rope", 10000, (16, 56, 56))(shapes, mask, "cpu")
-    return Drawn("qwen-image-2.1", document, complex_(rotations, [16, 56, 56]))
-
-
-def z_image(draw: random.Random) -> Drawn:
-    of = model("z_image").ZImageTransformer2DModel
-    (h, w), f, text = sizes(draw), draw.randint(1, 3), draw.randint(1, 70)
-    transformer = of.__new__(of)
-    image, words = latents(1, f, 2 * h, 2 * w), latents(text, 4)
-    embedded = of.patchify_and_embed(transformer, [image], [words], 2, 1)
-    image_ids, text_ids = embedded[3][0], embedded[4][0][: -(-text // 32) * 32]  # the text is padded twice
-    padding = [Text(1)] * (len(image_ids) > f * h * w)
-    assert not image_ids[f * h * w :].any()  # image padding is not compared
-    document: list[Segment] = [Text(len(text_ids)), Grid(h, w, frames=f)]
-    return Drawn(
-        Lumina2(first=1), [*document, *padding], ids(text_ids, image_ids[: f * h * w]), slice(len(text_ids) + f * h * w)
-    )
-
-
 def longcat_image(draw: random.Random) -> Drawn:
     prepare = pipeline("longcat_image.pipeline_longcat_image_edit").prepare_pos_ids
     grids, text = several(draw, 2), draw.randint(1, 40)
@@ -205,25 +122,6 @@ def video(draw: random.Random) -> tuple[int, int, int]:
     return draw.randint(1, 8), *sizes(draw, 16)
 
 
-WAN = [44, 42, 42]
-
-
-def anyflow_far(draw: random.Random) -> Drawn:
-    total, (h, w) = draw.randint(2, 6), (2 * draw.randint(1, 6), 2 * draw.randint(1, 6))
-    compressed, clean = draw.randint(1, total - 1), draw.choice([None, True])
-    rope_of = rope("anyflow_far", "AnyFlowCausalRotaryPosEmbed", 128, (1, 2, 2), (1, 4, 4), 1024)
-    far = {
-        "total_frames": total,
-        "num_compressed_frames": compressed,
-        "full_frame_shape": (h, w),
-        "compressed_frame_shape": (h // 2, w // 2),
-    }
-    rotations = complex_(rope_of(far, torch.device("cpu"), clean)["query"], WAN)
-    full = Grid(h, w, frames=total - compressed)
-    document = [Grid(h // 2, w // 2, frames=compressed), full, *[full] * bool(clean)]
-    return Drawn("anyflow-far", document, rotations)
-
-
 def cogvideox_as_meant(draw: random.Random) -> Drawn:
     """Compute ids with ``np.linspace`` over diffusers' region, without the endpoint."""
     h, w = sizes(draw, 60)
@@ -237,9 +135,10 @@ def cogvideox_as_meant(draw: random.Random) -> Drawn:
 
 def ltx(draw: random.Random) -> Drawn:
     f, h, w = video(draw)
-    fps, rope_of = draw.choice([24, 25, 30, 12.5]), rope("ltx", "LTXVideoRotaryPosEmbed", 64)
+    fps = draw.choice([24, 25, 30, 12.5])
     grid = Grid(h, w, frames=f, seconds_per_frame=1 / Fraction(fps))
     if draw.random() < 0.5:
+        rope_of = import_module("diffusers.models.transformers.transformer_ltx").LTXVideoRotaryPosEmbed(64)
         places = rope_of._prepare_video_coords(1, f, h, w, (8 / fps, 32, 32), torch.device("cpu"))[0]
         return Drawn(Ltx(causal_offset=8), [grid], ids(places * 2 - 1))
     of = pipeline("ltx.pipeline_ltx_condition").LTXConditionPipeline
@@ -249,23 +148,6 @@ def ltx(draw: random.Random) -> Drawn:
     return Drawn(
         "ltx", [replace(grid, first_frame=first)], ids((2 * coords / torch.tensor([[20.0], [2048.0], [2048.0]]) - 1).T)
     )
-
-
-def ltx2(draw: random.Random) -> Drawn:
-    f, h, w = video(draw)
-    fps, of = draw.choice([24, 25, 30, 12.5]), model("ltx2").LTX2AudioVideoRotaryPosEmbed
-    if draw.random() < 0.5:
-        middle = (
-            of(64, modality="audio", scale_factors=(4,))
-            .prepare_audio_coords(1, f, torch.device("cpu"))[0]
-            .double()
-            .mean(-1)
-        )
-        grid = Grid(1, 1, frames=f, seconds_per_frame=Fraction(1, 100))
-        return Drawn(Ltx2(axes=1, frames_per_latent=4), [grid], ids((2 * middle / 20 - 1).T))
-    middle = of(64).prepare_video_coords(1, f, h, w, torch.device("cpu"), fps)[0].double().mean(-1)
-    grid = Grid(h, w, frames=f, seconds_per_frame=1 / Fraction(fps))
-    return Drawn("ltx2", [grid], ids((2 * middle / torch.tensor([[20.0], [2048.0], [2048.0]]) - 1).T))
 
 
 def ltx2_keyframe(draw: random.Random) -> Drawn:
@@ -282,15 +164,6 @@ def ltx2_keyframe(draw: random.Random) -> Drawn:
     grid = Grid(h, w, frames=f, seconds_per_frame=1 / Fraction(fps), first_frame=first)
     base = torch.tensor([[20.0], [2048.0], [2048.0]])
     return Drawn("ltx2", [grid], ids((2 * bounds[0].double().mean(-1) / base - 1).T))
-
-
-def cosmos(draw: random.Random) -> Drawn:
-    f, h, w = video(draw)
-    fps = draw.choice([None, 16, 24, 30])
-    rope_of = rope("cosmos", "CosmosRotaryPosEmbed", 96, (128, 240, 240), (1, 2, 2), 24, (1.0, 1.0, 1.0))
-    rotations = halves(rope_of(latents(1, 1, f, 2 * h, 2 * w), fps), [32, 32, 32])
-    grid = Grid(h, w, frames=f, seconds_per_frame=Fraction(1, fps or 24))  # without fps, frame t is at t
-    return Drawn("cosmos", [grid], rotations)
 
 
 def cosmos3(draw: random.Random) -> Drawn:
@@ -319,46 +192,21 @@ def minimax_h3(draw: random.Random) -> Drawn:
     return Drawn(MiniMaxH3(), [Text(text), Grid(h, w, frames=f)], ids(position_ids[kept]))
 
 
-OF_MODELS: list[Callable[[random.Random], Drawn]] = [qwen_image, qwen_image_21, z_image, anyflow_far, ltx2, cosmos]
-"""Layouts that require only model modules."""
-
-OF_PIPELINES: list[Callable[[random.Random], Drawn]] = [
+LAYOUTS: list[Callable[[random.Random], Drawn]] = [
     flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox_as_meant, ltx,
     ltx2_keyframe, cosmos3, minimax_h3,
 ]  # fmt: skip
-"""Layouts that also require pipelines, whose imports are slow."""
 
 
-def compare(drawn: Drawn) -> None:
-    positions = placed(drawn.document, drawn.scheme)
-    got = positions.dense().astype(np.float64)[:, drawn.tokens]
-    if not isinstance(drawn.ids, Rotations):
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_ids_of_many_sizes_equal_those_of_diffusers(layout: Callable[[random.Random], Drawn]) -> None:
+    draw = random.Random(f"{layout.__name__}, slow")
+    for _ in range(100):
+        drawn = layout(draw)
+        positions = placed(drawn.document, drawn.scheme)
+        got = positions.dense().astype(np.float64)
         assert got.shape == drawn.ids.shape
         # diffusers computes fractional ids in float32.
         bound = 0 if not positions.fractional else gamma(8) * (np.abs(got) + 2)
         assert (np.abs(got - drawn.ids) <= bound).all()
-        return
-    cos, sin, dims, theta = drawn.ids
-    frequencies = [theta ** (-np.arange(0, dim, 2) / dim) for dim in dims]
-    angles = np.concatenate([axis[:, None] * inv_freq for axis, inv_freq in zip(got, frequencies, strict=True)], axis=1)
-    assert angles.shape == cos.shape
-    # Frequencies, fractional ids and their products are rounded to float32; means of rotations are rounded a few more
-    # times.
-    bound = cos_sin(angles, FREQUENCY + 8)
-    assert (np.abs(np.cos(angles) - cos) <= bound).all()
-    assert (np.abs(np.sin(angles) - sin) <= bound).all()
-
-
-@pytest.mark.parametrize("layout", OF_MODELS, ids=lambda layout: layout.__name__)
-def test_ids_equal_those_of_diffusers_models(layout: Callable[[random.Random], Drawn]) -> None:
-    draw = random.Random(layout.__name__)
-    for _ in range(4):
-        compare(layout(draw))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", OF_MODELS + OF_PIPELINES, ids=lambda layout: layout.__name__)
-def test_ids_of_many_sizes_equal_those_of_diffusers(layout: Callable[[random.Random], Drawn]) -> None:
-    draw = random.Random(f"{layout.__name__}, slow")
-    for _ in range(100):
-        compare(layout(draw))

@@ -7,7 +7,7 @@ from functools import cache
 
 from scheme_properties import MARKS, PAGE, Row, every_scheme, measure, table
 
-from mmpos.schemes import LatentScheme, RopeTieV2
+from mmpos.schemes import LatentScheme
 
 # Derived from the formulas of the schemes, for h×w patches between the text ids L and K:
 # symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does; v2pe
@@ -80,11 +80,6 @@ def test_grids_of_generative_models_ignore_the_text_around_them_and_have_stable_
         (False, None, True),
         (None, None, True),
     }
-
-
-def test_rounding_makes_ids_whole_and_loses_the_symmetry() -> None:
-    _, symmetric, unique, _, integer, *_ = measure(RopeTieV2(rounding="floor"))
-    assert (symmetric, unique, integer) == (False, True, True)
 
 
 def test_the_page_shows_the_measured_properties() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from math import floor
 from typing import Any
@@ -27,13 +26,13 @@ from mmpos import (
     UnsupportedError,
     place,
 )
+from mmpos.positions.table_rows import NO_POSITION
 from mmpos.schemes import TMRope, TMRopeQwen3
 from mmpos.segments import Audio, Clip
 from mmpos.segments.kinds import Segment
 
-THIRDS = Grid(1, 1, frames=3, seconds_per_frame=Fraction(2, 3))
-SECONDS = Grid(1, 1, frames=2, seconds_per_frame=1)
 F = Fraction
+THIRDS, SECONDS = (Grid(1, 1, frames=n, seconds_per_frame=seconds) for n, seconds in ((3, F(2, 3)), (2, 1)))
 
 
 def times(positions: PositionTable) -> list[Any]:
@@ -41,40 +40,36 @@ def times(positions: PositionTable) -> list[Any]:
     return [position[0] for position in exact(positions)]
 
 
-def test_frames_of_two_thirds_of_a_second_at_13_ids_per_second() -> None:
-    fractional = placed([THIRDS, Text(1)], "tmrope-qwen3")
-    assert times(fractional) == [0, F(26, 3), F(52, 3), F(55, 3)]
-    assert placed([THIRDS, Text(1)], TMRopeQwen3(engine="serving")).dense()[0].tolist() == [0, 8, 17, 18]
-    assert placed([THIRDS, Text(1)], "tmrope").dense()[0].tolist() == [0, 16, 33, 34]
+CLIP = Clip(1, 2, frames=2, audio=4, seconds_per_frame=F(2, 13))  # frames at 0 and 2
+CHUNKED = Clip(1, 1, frames=3, audio=5, seconds_per_frame=1)  # at 2 ids per second, frames at 0, 2 and 4; chunks of 4
+TALL = Clip(9, 1, frames=1, audio=2)
+
+# The ids of each document on the time axis, and its next position.
+BY_HAND: list[tuple[str | Scheme, list[Segment], str, int | None]] = [
+    ("tmrope-qwen3", [THIRDS, Text(1)], "0 26/3 52/3 55/3", None),
+    (TMRopeQwen3(engine="serving"), [THIRDS, Text(1)], "0 8 17 18", 19),
+    ("tmrope", [THIRDS, Text(1)], "0 16 33 34", 35),
+    # tokens:                                 t [ [ v v a a v v a a ] ] t
+    ("tmrope-qwen3", [Text(1), CLIP, Text(1)], "0 1 2 3 3 3 4 5 5 5 6 7 8 9", 10),
+    (TMRopeQwen3(engine="serving"), [Text(1), CLIP, Text(1)], "0 1 1 2 2 2 3 4 4 4 5 6 6 7", 8),
+    # tokens:                                                    t [ [ v v a a a a v a ] ] t
+    (TMRope(tokens_per_second=2), [Text(1), CHUNKED, Text(1)], "0 1 1 2 4 2 3 4 5 6 6 7 7 8", 9),
+    (TMRope(2, engine="serving"), [Text(1), CHUNKED, Text(1)], "0 1 2 3 5 3 4 5 6 7 7 8 9 10", 11),
+    # Text continues after the last run, and generation after the highest id: rows reach 10.
+    ("tmrope", [Text(1), TALL, Text(1)], "0 1 1 2 2 2 2 2 2 2 2 2 2 3 4 4 5", 11),
+    (TMRope(engine="serving"), [Text(1), TALL, Text(1)], "0 1 2 3 3 3 3 3 3 3 3 3 3 4 12 13 14", 15),
+    ("tmrope", [Clip(1, 1, frames=1, audio=1)], "0 0 1 1 2 2", 3),  # ids of 0 are not padding
+]
 
 
-def test_qwen3_interleaves_a_clip_by_token() -> None:
-    clip = Clip(1, 2, frames=2, audio=4, seconds_per_frame=F(2, 13))  # frames at 0 and 2
-    positions = placed([Text(1), clip, Text(1)], "tmrope-qwen3")
-    #        t  [  [  v  v  a  a  v  v  a  a  ]  ]  t
-    want = [0, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 7, 8, 9]
-    assert times(positions) == want
-    assert [position[2] for position in exact(positions)] == [0, 1, 2, 3, 4, 3, 4, 3, 4, 5, 6, 7, 8, 9]
-    assert positions.next_positions.tolist() == [10]
-    shared = placed([Text(1), clip, Text(1)], TMRopeQwen3(engine="serving"))
-    assert times(shared) == [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7]
-
-
-def test_qwen2_5_interleaves_a_clip_by_chunk() -> None:
-    clip = Clip(1, 1, frames=3, audio=5, seconds_per_frame=1)  # frames at 0, 2 and 4; chunks of 4 ids
-    scheme = TMRope(tokens_per_second=2)
-    #                                     t  [  [  v  v  a  a  a  a  v  a  ]  ]  t
-    assert times(placed([Text(1), clip, Text(1)], scheme)) == [0, 1, 1, 2, 4, 2, 3, 4, 5, 6, 6, 7, 7, 8]
-    apart = placed([Text(1), clip, Text(1)], replace(scheme, engine="serving"))
-    assert times(apart) == [0, 1, 2, 3, 5, 3, 4, 5, 6, 7, 7, 8, 9, 10]
-
-
-def test_text_continues_after_the_last_run_and_generation_after_the_highest_id() -> None:
-    tall = Clip(9, 1, frames=1, audio=2)
-    positions = placed([Text(1), tall, Text(1)], "tmrope")
-    assert times(positions)[-4:] == [3, 4, 4, 5]  # audio is at 2 and 3, although rows reach 10
-    assert positions.next_positions.tolist() == [11]
-    assert placed([Text(1), tall, Text(1)], TMRope(engine="serving")).next_positions.tolist() == [15]
+@pytest.mark.parametrize(("scheme", "document", "ids", "following"), BY_HAND)
+def test_ids_of_clips_equal_handwritten_ids(
+    scheme: str | Scheme, document: list[Segment], ids: str, following: int | None
+) -> None:
+    positions = placed(document, scheme)
+    assert times(positions) == [*map(F, ids.split())]
+    assert positions.documents[2].tolist() == [NO_POSITION if following is None else following]
+    assert not positions.is_padding.any()
 
 
 def test_a_document_that_ends_at_a_fractional_id_has_no_next_position() -> None:
@@ -213,53 +208,34 @@ def test_ids_of_clips_equal_those_of_a_loop_over_tokens(scheme: Scheme) -> None:
     check()
 
 
-def test_markers_that_share_id_0_are_not_padding() -> None:
-    positions = placed([Clip(1, 1, frames=1, audio=1)], "tmrope")
-    assert not positions.is_padding.any()
-    assert times(positions) == [0, 0, 1, 1, 2, 2]
+def short(frames: int, seconds: Fraction | int) -> Grid:
+    return Grid(1, 1, frames=frames, seconds_per_frame=seconds)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: TMRope(tokens_per_second=0), InvalidInputError, "TMRope.tokens_per_second: got 0, want an integer or"),
-        (
-            lambda: TMRope(seconds_per_chunk=F(1, 99)),
-            InvalidInputError,
-            "TMRope.seconds_per_chunk: got 1/99, want at least one audio token",
-        ),
-        (
-            lambda: TMRope(seconds_per_chunk=-1),
-            InvalidInputError,
-            "TMRope.seconds_per_chunk: got -1, want an integer or",
-        ),
+        (lambda: TMRope(0), InvalidInputError, "TMRope.tokens_per_second: got 0, want an integer or"),
+        (lambda: TMRope(seconds_per_chunk=F(1, 99)), InvalidInputError, "TMRope.seconds_per_chunk: got 1/99, want at"),
+        (lambda: TMRope(seconds_per_chunk=-1), InvalidInputError, "TMRope.seconds_per_chunk: got -1, want an"),
         (lambda: TMRopeQwen3(engine="vllm"), InvalidInputError, "TMRopeQwen3.engine: got 'vllm', want one of"),  # type: ignore[arg-type]
         (
-            lambda: placed([Clip(1, 1, frames=2**20 + 1, audio=1, seconds_per_frame=1)], "tmrope"),
-            LimitExceededError,
-            "scheme 'tmrope': got grids cut into 1048577 pieces, want at most 1048576",
-        ),
-        (
-            lambda: placed([Grid(1, 1, frames=2, seconds_per_frame=F(1, p)) for p in (65537, 65539)], "tmrope-qwen3"),
-            LimitExceededError,
+            lambda: placed([short(2, F(1, prime)) for prime in (65537, 65539)], "tmrope-qwen3"), LimitExceededError,
             "documents[0]: got times without a common denominator below 2**31, want times with one",
         ),
         (
-            lambda: placed([Grid(1, 1, frames=2**27, seconds_per_frame=F(2**31 - 1, 2))], "tmrope-qwen3"),
-            LimitExceededError,
+            lambda: placed([short(2**27, F(2**31 - 1, 2))], "tmrope-qwen3"), LimitExceededError,
             "scheme 'tmrope-qwen3': got ids beyond 2**61 in units of their times, want smaller ids",
         ),
     ],
-)
-def test_invalid_schemes_and_clips_are_refused(make: Callable[[], object], error: type[MmposError], words: str) -> None:
+)  # fmt: skip
+def test_invalid_schemes_and_times_are_refused(make: Callable[[], object], error: type[MmposError], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
         make()
 
 
 def test_documents_with_different_times_require_no_common_denominator() -> None:
-    documents: list[list[Segment]] = [
-        [Grid(1, 1, frames=2, seconds_per_frame=F(1, p)), Text(1)] for p in (65537, 65539)
-    ]
-    positions = place(SegmentTable.from_documents(documents), "tmrope-qwen3")
+    documents = SegmentTable.from_documents([[short(2, F(1, prime)), Text(1)] for prime in (65537, 65539)])
+    positions = place(documents, "tmrope-qwen3")
     assert times(positions) == [0, F(13, 65537), 1 + F(13, 65537), 0, F(13, 65539), 1 + F(13, 65539)]
     np.testing.assert_array_equal(positions.resumable, [False, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from mmpos import (
     Grid,
     InvalidInputError,
     LimitExceededError,
-    MmposError,
     SegmentTable,
     Text,
     UnsupportedError,
@@ -37,7 +36,6 @@ from mmpos.segments import (
     Audio,
     Clip,
     CropMarkers,
-    Placeholders,
     Thumbnail,
     Tile,
 )
@@ -83,90 +81,70 @@ def test_arrays_and_spans_give_the_same_table() -> None:
     assert fields(spans) == fields(want)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Audio(0), "Audio.length: got 0, want >= 1"),
-        (lambda: Clip(2, 2, frames=3, audio=0), "Clip.audio: got 0, want >= 1"),
-        (lambda: Clip(2, 0, frames=3, audio=1), "Clip.width: got 0, want >= 1"),
-        (lambda: Clip(2, 2, frames=3, audio=1, seconds_per_frame=0), "Clip.seconds_per_frame: got 0, want > 0 (a"),
-        (lambda: Thumbnail(0, 2), "Thumbnail.height: got 0, want >= 1"),
-        (lambda: Tile(1, 2, tokens_after=-1), "Tile.tokens_after: got -1, want >= 0"),
-        (lambda: Tile(1, 2.5), "Tile.width: got 2.5, want an integer"),  # type: ignore[arg-type]
-        (lambda: CropMarkers(1, 2, -3, 4, 5), "CropMarkers.tile_start: got -3, want >= 0"),
-        (lambda: CropMarkers(1, 2, 1, 4, 5), "CropMarkers.tile_start must differ from thumbnail_start, got 1"),
-    ],
-)
-def test_parts_check_their_own_arguments(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(InvalidInputError, match=re.escape(message)):
-        make()
+def table(kind: int, extra: Any = None, extents: tuple[int, int, int] = (1, 1, 2), **more: Any) -> SegmentTable:
+    column = extra if isinstance(extra, list) or extra is None else [extra]
+    return SegmentTable.from_arrays([kind], np.array(extents)[:, None], [0, 1], extra_tokens=column, **more)
 
 
-def table(kind: int, extra: int | None, extents: tuple[int, int, int] = (1, 1, 2)) -> SegmentTable:
-    column = None if extra is None else [extra]
-    return SegmentTable.from_arrays([kind], np.array(extents)[:, None], [0, 1], extra_tokens=column)
+def spans(length: int, **more: Any) -> SegmentTable:
+    return SegmentTable.from_spans([length], [0], [[1, 1, 2]], **more)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: table(7, None), InvalidInputError, "kind[0]: got 7, want <= 6"),
-        (lambda: table(CLIP, None), InvalidInputError, "extra_tokens[0]: got 0, want >= 1, the audio of a clip"),
-        (
-            lambda: table(TEXT, 1),
-            InvalidInputError,
-            "extra_tokens[0]: got 1, want 0 outside clips, thumbnails and tiles",
-        ),
-        (lambda: table(THUMBNAIL, -1), InvalidInputError, "extra_tokens[0]: got -1, want >= 0"),
-        (
-            lambda: table(THUMBNAIL, None, (2, 1, 2)),
-            InvalidInputError,
-            "extents[0, 0]: got 2, want 1 in a thumbnail or a tile",
-        ),
-        (
-            lambda: SegmentTable.from_documents([[Thumbnail(1, 1)], [Tile(1, 1)]]),
-            InvalidInputError,
-            "segment 1: got a tile, want a thumbnail or another tile right before it",
-        ),
-        (
-            lambda: SegmentTable.from_documents([[Thumbnail(1, 1), Tile(1, 1), Text(1), Tile(1, 1)]]),
-            InvalidInputError,
-            "segment 3: got a tile, want",
-        ),
-        (lambda: table(AUDIO, None, (1, 2, 2)), InvalidInputError, "extents[:, 0]: got [1, 2, 2], want [1, 1, length]"),
-        (lambda: table(THUMBNAIL, 2**31 - 1), LimitExceededError, "segment 0: got 2147483651 tokens"),
-        (lambda: table(CLIP, 2**31 - 1), LimitExceededError, "segment 0: got 2147483653 tokens"),
-        (
-            lambda: SegmentTable.from_arrays([TEXT], [[1]] * 3, [0, 1], extra_tokens=[0, 0]),
-            InvalidInputError,
-            "extra_tokens: got shape (2,), want (1,)",
-        ),
-        (
-            lambda: SegmentTable.from_spans([4], [0], [[1, 1, 2]], kind=[TEXT]),
-            InvalidInputError,
-            "kind[0]: got 0, want a grid, audio, clip, thumbnail or tile",
-        ),
-        (
-            lambda: SegmentTable.from_spans([4], [0], [[1, 1, 2]], extra_tokens=[0]),
-            InvalidInputError,
-            "extra_tokens requires kind",
-        ),
-        (
-            lambda: SegmentTable.from_spans([6], [0], [[1, 1, 2]], kind=[CLIP], extra_tokens=[1]),
-            InvalidInputError,
-            "offsets[0]: the span of 7 tokens ends at 7, want <= 6, the length of document 0",
-        ),
-        (
-            lambda: SegmentTable.from_documents([[Text(1), "audio"]]),  # type: ignore[list-item]
-            InvalidInputError,
-            "documents[0][1]: got str, want one of Text, Audio, Grid, Clip, Thumbnail, Tile",
-        ),
-    ],
-)
-def test_tables_check_the_kinds_of_their_segments(
-    make: Callable[[], object], error: type[MmposError], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
+def in_scheme(scheme: str, *documents: Sequence[Any]) -> object:
+    return place(SegmentTable.from_documents(documents), scheme)
+
+
+WHOLE = "want its video and its audio apart in scheme"
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: Audio(0), "Audio.length: got 0, want >= 1"),
+    (lambda: Clip(2, 2, frames=3, audio=0), "Clip.audio: got 0, want >= 1"),
+    (lambda: Clip(2, 0, frames=3, audio=1), "Clip.width: got 0, want >= 1"),
+    (lambda: Clip(2, 2, frames=3, audio=1, seconds_per_frame=0), "Clip.seconds_per_frame: got 0, want > 0 (a"),
+    (lambda: Thumbnail(0, 2), "Thumbnail.height: got 0, want >= 1"),
+    (lambda: Tile(1, 2, tokens_after=-1), "Tile.tokens_after: got -1, want >= 0"),
+    (lambda: Tile(1, 2.5), "Tile.width: got 2.5, want an integer"),  # type: ignore[arg-type]
+    (lambda: Grid(1, 1, first_frame=0.5), "Grid.first_frame: got 0.5, want an integer"),  # type: ignore[arg-type]
+    (lambda: CropMarkers(1, 2, -3, 4, 5), "CropMarkers.tile_start: got -3, want >= 0"),
+    (lambda: CropMarkers(1, 2, 1, 4, 5), "CropMarkers.tile_start must differ from thumbnail_start, got 1"),
+    (lambda: table(7), "kind[0]: got 7, want <= 6"),
+    (lambda: table(CLIP), "extra_tokens[0]: got 0, want >= 1, the audio of a clip"),
+    (lambda: table(TEXT, 1), "extra_tokens[0]: got 1, want 0 outside clips, thumbnails and tiles"),
+    (lambda: table(THUMBNAIL, -1), "extra_tokens[0]: got -1, want >= 0"),
+    (lambda: table(TEXT, [0, 0]), "extra_tokens: got shape (2,), want (1,)"),
+    (lambda: table(TEXT, first_frame=[0]), "first_frame[0]: got one, want none outside grids"),
+    (lambda: table(GRID, first_frame=[-(2**31) - 1]), "first_frame[0]: got -2147483649, want >= -2147483648"),
+    (lambda: table(TEXT, first_frame=[0, 0]), "first_frame: got shape (2,), want (1,)"),
+    (lambda: table(THUMBNAIL, None, (2, 1, 2)), "extents[0, 0]: got 2, want 1 in a thumbnail or a tile"),
+    (lambda: table(AUDIO, None, (1, 2, 2)), "extents[:, 0]: got [1, 2, 2], want [1, 1, length]"),
+    (lambda: table(THUMBNAIL, 2**31 - 1), "segment 0: got 2147483651 tokens"),
+    (lambda: table(CLIP, 2**31 - 1), "segment 0: got 2147483653 tokens"),
+    (lambda: spans(4, kind=[TEXT]), "kind[0]: got 0, want a grid, audio, clip, thumbnail or tile"),
+    (lambda: spans(4, extra_tokens=[0]), "extra_tokens requires kind"),
+    (lambda: spans(6, kind=[CLIP], extra_tokens=[1]), "offsets[0]: the span of 7 tokens ends at 7, want <= 6, the "),
+    (lambda: in_scheme("rows", [Text(1), "audio"]), "documents[0][1]: got str, want one of Text, Audio, Grid, Clip, T"),
+    (
+        lambda: in_scheme("rows", [Thumbnail(1, 1)], [Tile(1, 1)]),
+        "segment 1: got a tile, want a thumbnail or another tile right before it",
+    ),
+    (lambda: in_scheme("rows", [Thumbnail(1, 1), Tile(1, 1), Text(1), Tile(1, 1)]), "segment 3: got a tile, want"),
+    (
+        lambda: in_scheme("grid-2d", [Grid(1, 1), Audio(2)]),
+        "documents[0][1]: got audio, want grids only in scheme 'gri",
+    ),
+    (lambda: in_scheme("rows", [Grid(1, 1), CLIP_OF_3]), f"documents[0][1]: got a clip, {WHOLE} 'rows'"),
+    (lambda: in_scheme("mrope", [Grid(1, 1), CLIP_OF_3]), f"documents[0][1]: got a clip, {WHOLE} 'mrope'"),
+    (
+        lambda: in_scheme("mrope", TILED),
+        "documents[0][0]: got a thumbnail, want a grid between texts in scheme 'mrope'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_segments_of_every_kind_are_checked(make: Callable[[], object], message: str) -> None:
+    limit, unsupported = message.startswith("segment 0"), "in scheme" in message
+    error = LimitExceededError if limit else UnsupportedError if unsupported else InvalidInputError
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
         make()
 
 
@@ -187,20 +165,6 @@ def test_audio_has_the_same_ids_as_text_in_every_scheme(case: Case) -> None:
     check()
 
 
-@pytest.mark.parametrize(
-    ("part", "scheme", "message"),
-    [
-        (Audio(2), "grid-2d", "documents[0][1]: got audio, want grids only in scheme 'grid-2d'"),
-        (CLIP_OF_3, "rows", "documents[0][1]: got a clip, want its video and its audio apart in scheme 'rows'"),
-        (CLIP_OF_3, "mrope", "documents[0][1]: got a clip, want its video and its audio apart in scheme 'mrope'"),
-        (TILED[0], "mrope", "documents[0][1]: got a thumbnail, want a grid between texts in scheme 'mrope'"),
-    ],
-)
-def test_schemes_refuse_kinds_that_they_cannot_place(part: Segment, scheme: str, message: str) -> None:
-    with pytest.raises(UnsupportedError, match=re.escape(message)):
-        place(SegmentTable.from_documents([[Grid(1, 1), part]]), scheme)
-
-
 def test_token_types_distinguish_audio_patches_and_markers() -> None:
     #         < 1 1 >     < 1 > / /        < 1 >
     want = [0, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 3, 3, 1, 1]
@@ -210,11 +174,6 @@ def test_token_types_distinguish_audio_patches_and_markers() -> None:
 
 
 def test_padding_keeps_all_columns() -> None:
-    ids = np.full((2, 6), 1)
-    ids[0, 2:5] = 9
-    mask = [[1] * 6, [0, 0, 1, 1, 1, 1]]
-    segments = SegmentTable.from_input_ids(ids, Placeholders(image=9), [[1, 1, 3]], attention_mask=mask)
-    assert fields(segments)["kind"] == [TEXT, GRID, TEXT, PAD, TEXT]
     kinds: list[Any] = [[Audio(1), CLIP_OF_3], list(TILED)]
     whole = SegmentTable.from_documents(kinds)
     padded = whole._with_padding(np.array([2, 0]), np.array([0, 3]))
@@ -239,15 +198,6 @@ def test_grids_name_the_frame_at_which_they_begin() -> None:
     assert plain.first_frame is None
     assert plain == replace(plain, first_frame=np.array([NO_FRAME]))
     assert SegmentTable.from_documents([[Grid(1, 1, first_frame=0)]]) != SegmentTable.from_documents([[Grid(1, 1)]])
-    for first, message in (
-        ([0], r"first_frame\[0\]: got one, want none outside grids"),
-        ([-(2**31) - 1], r"first_frame\[0\]: got -2147483649, want >= -2147483648"),
-        ([0, 0], r"first_frame: got shape \(2,\), want \(1,\)"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            SegmentTable.from_arrays([TEXT], [[1], [1], [2]], [0, 1], first_frame=first)
-    with pytest.raises(InvalidInputError, match=r"Grid\.first_frame: got 0\.5, want an integer"):
-        Grid(1, 1, first_frame=0.5)  # type: ignore[arg-type]
 
 
 def test_block_keys_depend_on_the_tokens_after_tiles() -> None:

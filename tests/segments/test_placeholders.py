@@ -10,23 +10,13 @@ import pytest
 from oracle import fields
 
 from mmpos import Grid, InvalidInputError, LimitExceededError, Placeholders, SegmentTable, Text
-from mmpos.segments import Audio, Clip, CropMarkers, Thumbnail, Tile
+from mmpos.segments import CropMarkers, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
 IMAGE, VIDEO, AUDIO = 8, 9, 10
 BEGIN, END, SLICE, LAST, NEWLINE = 3, 4, 5, 6, 7
 MARKERS = CropMarkers(BEGIN, END, SLICE, LAST, NEWLINE)
 PATCHES = Placeholders(IMAGE, VIDEO)
-
-
-def test_rows_without_a_mask_are_documents() -> None:
-    segments = SegmentTable.from_input_ids([[1, IMAGE], [IMAGE, 2]], Placeholders(image=IMAGE), [[1, 1, 1]] * 2)
-    assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 1)], [Grid(1, 1), Text(1)]]))
-
-
-def test_without_a_video_token_every_other_id_is_text() -> None:
-    segments = SegmentTable.from_input_ids([VIDEO, IMAGE, 3], Placeholders(image=IMAGE), [[1, 1, 1]])
-    assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 1), Text(1)]]))
 
 
 @pytest.mark.parametrize(
@@ -44,20 +34,16 @@ def test_zero_documents_are_accepted(input_ids: npt.ArrayLike, options: dict[str
     assert fields(segments) == fields(SegmentTable.from_documents([]))
 
 
-def test_the_callers_arrays_are_not_modified() -> None:
-    ids, mask, thw = np.array([[0, 1, IMAGE]]), np.array([[0, 1, 1]]), np.array([[1, 1, 1]])
-    copies = ids.copy(), mask.copy(), thw.copy()
-    SegmentTable.from_input_ids(ids, Placeholders(image=IMAGE), thw, attention_mask=mask)
-    for array, copy in zip((ids, mask, thw), copies, strict=True):
-        np.testing.assert_array_equal(array, copy)
-        assert array.flags.writeable
-
-
 AFTER = "after merging"
 SAMPLED = "; if a model sampled it, pass mm_token_type_ids instead of input_ids, and Placeholders(image=1, video=2)"
 ROWS, INCLUDED = Placeholders(IMAGE, rows=(5, 6)), f"{AFTER}, ends of rows included"
 FRAMED = Placeholders(IMAGE, rows=(IMAGE, IMAGE))
 IN_FRAMES = [1, *[IMAGE] * 4, 2, *[IMAGE] * 3]
+EXTRA: dict[str, Any] = {
+    "placeholders": Placeholders(IMAGE, VIDEO, rows=(IMAGE, IMAGE)),
+    "video_grid_thw": [[2, 1, 2], [3, 1, 1]],
+}
+EXTRA["frames_apart"] = True
 AUDIO_TOO = Placeholders(IMAGE, VIDEO, AUDIO)
 CROPS = Placeholders(IMAGE, VIDEO, crops=MARKERS)
 ALIKE = Placeholders(IMAGE, crops=CropMarkers(BEGIN, END, END, END, NEWLINE))
@@ -105,7 +91,17 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "video_grid_thw: got 2147483647 frames, want at most 1, the number of placeholders": (  # allocates no memory
         [1, VIDEO, 2], None, {"video_grid_thw": [[2**31 - 1, 1, 1]], "frames_apart": True},
     ),
+    f"image_grid_thw[1]: got a run of 1 placeholder at document 0, token 4, want 2 for 1x1x2 {AFTER}{SAMPLED}": (
+        [1, IMAGE, IMAGE, 2, IMAGE, 3, 1, IMAGE, IMAGE], [[1, 1, 2]] * 2, {"cu_seqlens": [0, 6, 9]},
+    ),
+    "image_grid_thw: got 1 grid, want more for 1 placeholder from document 0, token 4 on": (  # token types
+        [0, 1, 1, 0, 1, 0], [[1, 1, 2]], {"placeholders": Placeholders(image=1, video=2)},
+    ),
     # Rows with their own ends.
+    f"image_grid_thw[0]: got a run of 2 placeholders at document 0, token 0, want 4 for 1x2x2 {AFTER}; where a token "
+    "of its own ends each row, name it in placeholders.rows": (
+        [8, 8, 5, 8, 8, 6], [[1, 2, 2]], {},
+    ),
     f"image_grid_thw[0]: got a run of 5 placeholders at document 0, token 1, want 6 for 1x2x2 {INCLUDED}": (
         [1, 8, 8, 8, 8, 6, 2], [[1, 2, 2]], {"placeholders": ROWS},
     ),
@@ -143,6 +139,8 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "image_grid_thw: got 3 grids, want 2, one for each run of placeholders": (
         IN_FRAMES, [[1, 1, 3], [1, 1, 2], [1, 1, 1]], {"placeholders": FRAMED},
     ),
+    f"video_grid_thw[1]: got a run of 7 placeholders at document 0, token 10, want 6 or 8 for 3x1x1 {AFTER}, whose "
+    "rows end in an extra placeholder": ([1, *[VIDEO] * 8, 2, *[VIDEO] * 7], None, EXTRA),
     # Audio and clips.
     "audio_lengths[0]: got 3, want 2, the number of audio tokens in input_ids": (
         [AUDIO] * 2, None, {"audio_lengths": [3], "placeholders": AUDIO_TOO},
@@ -215,23 +213,6 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def test_a_sampled_placeholder_is_text_if_token_types_replace_the_ids() -> None:
-    ids = np.array([1, IMAGE, IMAGE, 2, IMAGE, 3])  # the last three were sampled
-    with pytest.raises(InvalidInputError) as error:
-        SegmentTable.from_input_ids(ids, PATCHES, [[1, 1, 2]])
-    assert str(error.value).endswith("want more for 1 placeholder from document 0, token 4 on" + SAMPLED)
-    with pytest.raises(InvalidInputError) as error:
-        SegmentTable.from_input_ids([*ids, 1, IMAGE, IMAGE], PATCHES, [[1, 1, 2]] * 2, cu_seqlens=[0, 6, 9])
-    got = "got a run of 1 placeholder at document 0, token 4, want 2 for 1x1x2 after merging"
-    assert str(error.value).endswith(got + SAMPLED)
-    types = np.array([0, 1, 1, 0, 0, 0])
-    segments = SegmentTable.from_input_ids(types, Placeholders(image=1, video=2), [[1, 1, 2]])
-    assert fields(segments) == fields(SegmentTable.from_documents([[Text(1), Grid(1, 2), Text(3)]]))
-    types[4] = 1
-    with pytest.raises(InvalidInputError, match=r"token 4 on$"):
-        SegmentTable.from_input_ids(types, Placeholders(image=1, video=2), [[1, 1, 2]])
-
-
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("message", REFUSED)
 def test_ids_and_grids_that_do_not_match_are_refused(message: str) -> None:
@@ -247,6 +228,9 @@ def test_the_error_for_a_grid_beyond_the_limit_names_its_argument() -> None:
     assert str(error.value) == "image_grid_thw[0]: got (1024, 2048, 1024), want fewer than 2**31 tokens"
 
 
+DIFFERENT = "must differ from the other ids, or both be the id of patches"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -257,18 +241,8 @@ def test_the_error_for_a_grid_beyond_the_limit_names_its_argument() -> None:
         ({"rows": 5}, "rows: got 5, want a sequence of numbers"),
         ({"rows": (5,)}, "rows: got (5,), want the ids after a row and after the last row"),
         ({"rows": ("5", 6)}, "rows[0]: got '5', want an integer"),
-        (
-            {"image": 8, "rows": (5, 8)},
-            "rows must differ from the other ids, or both be the id of patches, got (5, 8)",
-        ),
-        (
-            {"audio": 8, "rows": (8, 8)},
-            "rows must differ from the other ids, or both be the id of patches, got (8, 8)",
-        ),
-        (
-            {"image": 8, "audio": 5, "rows": (8, 8)},
-            "rows must differ from the other ids, or both be the id of patches, got (8, 8)",
-        ),
+        ({"image": 8, "rows": (5, 8)}, f"rows {DIFFERENT}, got (5, 8)"),
+        ({"image": 8, "audio": 5, "rows": (8, 8)}, f"rows {DIFFERENT}, got (8, 8)"),
         ({"crops": (3, 4, 5, 6, 7)}, "crops: got tuple, want CropMarkers or None"),
         ({"crops": MARKERS, "image": NEWLINE}, f"crops must differ from the ids of patches, got {MARKERS}"),
         ({"crops": MARKERS, "rows": (1, 1)}, "crops cannot be combined with rows or audio"),
@@ -281,68 +255,47 @@ def test_conflicting_placeholder_ids_are_refused(fields: dict[str, Any], message
     assert str(caught.value) == f"Placeholders.{message}"
 
 
-# Rows that end with an extra placeholder.
+# Ids, the grids of images, other arguments, and the documents that they become.
+BECOME: dict[str, tuple[Any, Any, dict[str, Any], list[list[Segment]]]] = {
+    "rows without a mask": (
+        [[1, IMAGE], [IMAGE, 2]], [[1, 1, 1]] * 2, {}, [[Text(1), Grid(1, 1)], [Grid(1, 1), Text(1)]],
+    ),
+    "no video token": (
+        [VIDEO, IMAGE, 3], [[1, 1, 1]], {"placeholders": Placeholders(IMAGE)}, [[Text(1), Grid(1, 1), Text(1)]],
+    ),
+    "no audio token": ([5, AUDIO, AUDIO, 5], None, {}, [[Text(4)]]),
+    "token types instead of ids, of which a model sampled the last three": (
+        [0, 1, 1, 0, 0, 0], [[1, 1, 2]], {"placeholders": Placeholders(image=1, video=2)},
+        [[Text(1), Grid(1, 2), Text(3)]],
+    ),
+    "frames whose rows end in an extra placeholder, between placeholders that count as text": (
+        [1, *[VIDEO] * 8, 2, *[VIDEO] * 8], None, EXTRA,
+        [[Text(2), *[Grid(1, 2, row_separator=True)] * 2, Text(3), *[Grid(1, 1, row_separator=True)] * 3, Text(1)]],
+    ),
+    "crops with the newlines after them": (
+        [0, BEGIN, IMAGE, IMAGE, END, SLICE, IMAGE, LAST, NEWLINE, 0, BEGIN, VIDEO, END, NEWLINE, END],
+        [[1, 1, 2], [1, 1, 1]], {"placeholders": CROPS, "video_grid_thw": [[1, 1, 1]]},
+        [[Text(1), Thumbnail(1, 2), Tile(1, 1, tokens_after=1), Text(1), Thumbnail(1, 1, tokens_after=2)]],
+    ),
+    "a newline in the next document": (
+        [BEGIN, IMAGE, END, NEWLINE, 0], [[1, 1, 1]], {"placeholders": CROPS, "cu_seqlens": [0, 3, 5]},
+        [[Thumbnail(1, 1)], [Text(2)]],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("around", [[], [VIDEO]])
-def test_frames_whose_rows_end_with_an_extra_placeholder_share_the_run_of_their_video(around: list[int]) -> None:
-    """The first video has two frames of 1×2 patches, the second three frames of 1×1, each with one token more a row."""
-    ids = [1, *around, *[VIDEO] * 6, *around, 2, *around, *[VIDEO] * 6, *around]
-    kinds = Placeholders(IMAGE, VIDEO, rows=(IMAGE, IMAGE))
-    grids = [[2, 1, 2], [3, 1, 1]]
-    segments = SegmentTable.from_input_ids(ids, kinds, video_grid_thw=grids, frames_apart=True)
-    first, second = Grid(1, 2, row_separator=True), Grid(1, 1, row_separator=True)
-    text = len(around)
-    want: list[Segment] = [Text(1 + text), first, first, Text(1 + 2 * text), second, second, second]
-    assert fields(segments) == fields(SegmentTable.from_documents([want + [Text(1)] * text]))
-    with pytest.raises(InvalidInputError) as raised:
-        SegmentTable.from_input_ids(ids[:-1], kinds, video_grid_thw=grids, frames_apart=True)
-    got = f"a run of {5 + 2 * text} placeholders at document 0, token {8 + 2 * text}"
-    want_text = "want 6 or 8 for 3x1x1 after merging, whose rows end in an extra placeholder"
-    assert str(raised.value) == f"video_grid_thw[1]: got {got}, {want_text}"
-
-
-# Audio, clips, thumbnails and tiles.
-
-
-def test_audio_clips_and_silent_videos_become_segments() -> None:
-    sound, clip = [1, *[AUDIO] * 3, 2], [1, 1, VIDEO, AUDIO, VIDEO, AUDIO, AUDIO, 2, 2]
-    ids = [5, *sound, 1, IMAGE, IMAGE, 2, *clip, 5, 1, VIDEO, VIDEO, 2]
-    segments = SegmentTable.from_input_ids(
-        ids, AUDIO_TOO, [[1, 1, 2]], [[2, 1, 1], [1, 2, 1]], seconds_per_frame=[2, 1], audio_lengths=[3, 3]
-    )
-    merged, video = Clip(1, 1, frames=2, audio=3, seconds_per_frame=2), Grid(2, 1, seconds_per_frame=1)
-    want: list[Segment] = [Text(2), Audio(3), Text(2), Grid(1, 2), Text(1), merged, Text(2), video, Text(1)]
-    assert fields(segments) == fields(SegmentTable.from_documents([want]))
-
-
-def test_audio_is_text_without_its_placeholder_id() -> None:
-    ids = [5, AUDIO, AUDIO, 5]
-    assert fields(SegmentTable.from_input_ids(ids, Placeholders())) == fields(SegmentTable.from_documents([[Text(4)]]))
-    want = SegmentTable.from_documents([[Text(1), Audio(2), Text(1)]])
-    assert fields(SegmentTable.from_input_ids(ids, AUDIO_TOO, audio_lengths=np.array([2]))) == fields(want)
-
-
-def test_crops_include_their_markers_and_the_newlines_after_them() -> None:
-    tile, frame = [SLICE, IMAGE, LAST], [BEGIN, VIDEO, END, NEWLINE]
-    ids = [0, BEGIN, IMAGE, IMAGE, END, *tile, *tile, NEWLINE, *tile, *tile, NEWLINE, 0, *frame, *frame, END]
-    row: list[Segment] = [Tile(1, 1), Tile(1, 1, tokens_after=1)]
-    frames: list[Segment] = [Thumbnail(1, 1, tokens_after=1), Thumbnail(1, 1, tokens_after=2)]
-    want: list[Segment] = [Text(1), Thumbnail(1, 2), *row, *row, Text(1), *frames]
-    got = SegmentTable.from_input_ids(ids, CROPS, [[1, 1, 2], *[[1, 1, 1]] * 4], [[1, 1, 1]] * 2)
-    assert fields(got) == fields(SegmentTable.from_documents([want]))
+@pytest.mark.parametrize("name", BECOME)
+def test_ids_become_the_segments_that_they_stand_for(name: str) -> None:
+    input_ids, grids, options, documents = BECOME[name]
+    ids = np.array(input_ids)
+    segments = SegmentTable.from_input_ids(ids, **{"placeholders": PATCHES, "image_grid_thw": grids, **options})
+    assert fields(segments) == fields(SegmentTable.from_documents(documents))
+    assert (ids.tolist(), ids.flags.writeable) == (input_ids, True)
 
 
 @pytest.mark.usefixtures("way")
-def test_crops_exclude_newlines_in_the_next_document_and_in_padding() -> None:
-    ids = [BEGIN, IMAGE, END, NEWLINE]
-    packed = SegmentTable.from_input_ids([*ids, 0], CROPS, [[1, 1, 1]], cu_seqlens=[0, 3, 5])
-    assert fields(packed) == fields(SegmentTable.from_documents([[Thumbnail(1, 1)], [Text(2)]]))
-    padded = SegmentTable.from_input_ids([ids], CROPS, [[1, 1, 1]], attention_mask=[[1, 1, 1, 0]])
+def test_crops_exclude_newlines_in_padding() -> None:
+    mask = [[1, 1, 1, 0]]
+    padded = SegmentTable.from_input_ids([[BEGIN, IMAGE, END, NEWLINE]], CROPS, [[1, 1, 1]], attention_mask=mask)
     assert padded.lengths.tolist() == [3, 1]
-
-
-def test_one_token_may_be_every_marker_after_the_first() -> None:
-    ids = [BEGIN, IMAGE, END, END, IMAGE, END]
-    assert SegmentTable.from_input_ids(ids, ALIKE, [[1, 1, 1]] * 2).lengths.tolist() == [3, 3]

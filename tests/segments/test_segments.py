@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from oracle import CASES, Document, batches, fields, settled
 
 from mmpos import Grid, InvalidInputError, SegmentTable, Text, place
-from mmpos.segments.table import GRID, PAD, TEXT
+from mmpos.segments.table import GRID, TEXT
 
 ANYTHING = next(case for case in CASES if case.name == "flatten")
 
@@ -66,77 +67,44 @@ def test_floats_become_the_nearest_simple_fraction(seconds: float | Fraction, wa
     assert Grid(1, 1, seconds_per_frame=seconds).seconds_per_frame == (seconds if want is None else want)
 
 
-def merged(document: Document) -> Document:
-    """Merge adjacent runs of text, since spans cannot distinguish them."""
-    parts: Document = []
-    for part in document:
-        if parts and isinstance(part, Text) and isinstance(parts[-1], Text):
-            parts[-1] = Text(parts[-1].length + part.length)
-        else:
-            parts.append(part)
-    return parts
-
-
 @settled
 @given(batches(ANYTHING), st.booleans(), st.sampled_from([list, np.asarray, torch.tensor]))
 def test_spans_and_arrays_give_the_same_table_as_documents(
     batch: list[Document], separator: bool, kind: Callable[..., Any]
 ) -> None:
-    lengths, offsets, grid_thw, owner, seconds = [], [], [], [], []
-    separated: list[Document] = []
+    documents: list[Document] = []
+    spans: list[tuple[int, tuple[int, int, int], int, Any]] = []
+    lengths = []
     for d, document in enumerate(batch):
+        documents.append([])
         length = 0
-        separated.append([])
         for part in document:
+            before = documents[-1][-1] if documents[-1] else None
             if isinstance(part, Grid):
-                part = Grid.from_thw(part.extents, row_separator=separator, seconds_per_frame=part.seconds_per_frame)
-                offsets.append(length)
-                grid_thw.append(part.extents)
-                owner.append(d)
-                seconds.append(part.seconds_per_frame)
+                spans.append((length, part.extents, d, part.seconds_per_frame))
+                documents[-1].append(replace(part, row_separator=separator))
                 length += part.frames * part.height * (part.width + separator)
+                continue
+            length += part.length
+            if isinstance(before, Text):  # spans cannot distinguish adjacent runs of text
+                documents[-1][-1] = Text(before.length + part.length)
             else:
-                length += part.length
-            separated[-1].append(part)
+                documents[-1].append(part)
         lengths.append(length)
-    want = SegmentTable.from_documents([merged(document) for document in separated])
-    documents = kind(owner) if owner else []
-    spans = SegmentTable.from_spans(
+    want = SegmentTable.from_documents(documents)
+    offsets, grid_thw, owner, seconds = map(list, zip(*spans, strict=True)) if spans else ([],) * 4
+    got = SegmentTable.from_spans(
         lengths,
-        kind(offsets) if offsets else [],
+        kind(offsets) if spans else [],
         grid_thw,
-        documents,
-        seconds_per_frame=seconds,
-        row_separator=separator,
+        kind(owner) if spans else [],
+        seconds_per_frame=seconds if spans else None,
+        row_separator=separator and bool(spans),
     )
-    if not grid_thw:
-        assert spans.row_separator is None or not spans.row_separator.any()
-        spans = SegmentTable.from_spans(lengths, [], [], [])
-    assert fields(spans) == fields(want)
-    arrays = SegmentTable.from_arrays(
-        kind(want.kind.tolist()) if want.kind.size else [],
-        want.extents,
-        want.segment_offsets,
-        seconds_per_frame=want.seconds_per_frame,
-        row_separator=want.row_separator,
-    )
-    assert fields(arrays) == fields(want)
-
-
-def test_spans_of_one_document_require_no_document_indices() -> None:
-    segments = SegmentTable.from_spans([12], [0, 8], [[1, 2, 3], [2, 1, 1]])
-    assert fields(segments) == fields(
-        SegmentTable.from_documents([[Grid(2, 3), Text(2), Grid(1, 1, frames=2), Text(2)]])
-    )
-
-
-def test_padding_has_id_zero_and_does_not_shift_other_ids() -> None:
-    segments = SegmentTable.from_arrays([PAD, TEXT, GRID, PAD], [[1] * 4, [1, 1, 2, 1], [2, 1, 2, 3]], [0, 4])
-    positions = place(segments, "mrope", 5)
-    assert positions.dense()[1].tolist() == [0, 0, 5, 6, 6, 7, 7, 0, 0, 0]
-    assert positions.is_padding.tolist() == [True, False, False, True]
-    assert positions.next_positions.tolist() == [8]
-    assert positions.deltas.tolist() == [8 - 5 - 5]
+    assert fields(got) == fields(want)
+    arrays = {name: array for name, array in vars(want).items() if array is not None}
+    arrays["kind"] = kind(want.kind.tolist()) if want.kind.size else []
+    assert fields(SegmentTable.from_arrays(**arrays)) == fields(want)
 
 
 ONE, SQUARE = [[1, 1, 1]], [[1, 2, 2]]

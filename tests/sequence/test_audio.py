@@ -14,7 +14,6 @@ from mmpos import (
     Grid,
     InvalidInputError,
     Markers,
-    MmposError,
     SegmentTable,
     SequenceBuilder,
     Text,
@@ -23,8 +22,8 @@ from mmpos import (
     block_keys,
     place,
 )
-from mmpos.schemes import TMRopeQwen3
 from mmpos.segments import Audio, Clip, Thumbnail, Tile
+from mmpos.segments.kinds import Segment
 
 
 def test_a_clip_is_one_part_and_has_the_token_order_of_the_scheme() -> None:
@@ -42,16 +41,6 @@ def test_a_clip_is_one_part_and_has_the_token_order_of_the_scheme() -> None:
     assert sequence.image_spans.tolist() == [[2, 11]]
     assert sequence.marked_spans.tolist() == [[1, 12]]
     assert (sequence.audio_spans.tolist(), sequence.image_hashes, sequence.patches) == ([], (None,), None)
-
-
-def test_another_scheme_has_a_different_token_order() -> None:
-    # A frame precedes the first audio token whose time is not earlier than the frame's.
-    builder = replace(BUILDER, scheme=TMRopeQwen3(tokens_per_second=1))
-    sequence = builder.build([Clip(1, 1, frames=3, audio=4, seconds_per_frame=1)])
-    assert sequence.token_type_ids.tolist() == [0, 0, 1, 3, 1, 3, 1, 3, 3, 0, 0]
-    assert sequence.input_ids.tolist() == [
-        *(BEGIN, AUDIO_BEGIN, VIDEO, AUDIO, VIDEO, AUDIO, VIDEO, AUDIO, AUDIO, AUDIO_END, END)
-    ]
 
 
 def test_audio_is_enclosed_by_its_markers() -> None:
@@ -87,14 +76,6 @@ def test_videos_that_form_one_grid_use_the_video_placeholder() -> None:
     assert plain.build([video]).input_ids.tolist() == [BEGIN, IMAGE, IMAGE, END]
 
 
-def test_images_next_to_audio_keep_their_row_separators() -> None:
-    names = ("<v", "v>", "[I]", "[V]", "[A]", "<a", "a>", "[ROW]")
-    builder = SequenceBuilder(ByteTokenizer(names), scheme="flatten", markers=replace(MARKERS, row="[ROW]"))
-    sequence = builder.build([Grid(2, 1), Audio(1)])
-    assert sequence.input_ids.tolist() == [BEGIN, IMAGE, 263, IMAGE, 263, END, AUDIO_BEGIN, AUDIO, AUDIO_END]
-    assert sequence.token_type_ids.tolist() == [0, 1, 0, 1, 0, 0, 0, 3, 0]
-
-
 @pytest.mark.parametrize(
     ("markers", "part", "kind", "error"),
     [
@@ -120,17 +101,6 @@ def test_parts_without_their_markers_are_refused(
         builder.build([part])
 
 
-@pytest.mark.parametrize("name", ["audio_begin", "audio_end"])
-def test_markers_around_audio_require_an_audio_placeholder(name: str) -> None:
-    with pytest.raises(InvalidInputError, match=rf"^markers\.{name} requires markers\.audio$"):
-        SequenceBuilder(markers=Markers(**{name: 9}))
-
-
-def test_schemes_that_do_not_support_clips_refuse_them() -> None:
-    with pytest.raises(UnsupportedError, match="its video and its audio apart"):
-        replace(BUILDER, scheme="mrope").build([CLIP])
-
-
 @pytest.mark.parametrize("part", [Thumbnail(1, 2), Tile(1, 2)])
 def test_thumbnails_and_tiles_are_refused_with_a_hint(part: object) -> None:
     with pytest.raises(UnsupportedError) as caught:
@@ -150,12 +120,6 @@ def test_text_that_spells_an_audio_marker_remains_text() -> None:
     assert sequence.input_ids.tolist() == [5, 6, 4]
 
 
-def test_clips_and_audio_are_refused_as_frames_of_a_video() -> None:
-    for part in (CLIP, Audio(1)):
-        with pytest.raises(InvalidInputError, match=rf"Video\.frames\[0\]: got {type(part).__name__}, want an image"):
-            Video([part], times=[0])
-
-
 def test_block_keys_include_audio_hashes() -> None:
     sequence = replace(BUILDER.build(["ab", Audio(2), CLIP]), image_hashes=("clip",))
     keys = sequence.block_keys(4, audio_hashes=["bark"])
@@ -171,19 +135,20 @@ def test_block_keys_include_audio_hashes() -> None:
             sequence.block_keys(4, audio_hashes=hashes)
 
 
-def assert_refused(error: type[MmposError], message: str, segments: SegmentTable, scheme: str = "tmrope") -> None:
-    positions = place(SegmentTable.from_documents([[Text(1), CLIP]]), scheme)
-    with pytest.raises(error, match=message):
-        positions.token_types(segments)
-
-
-def test_token_types_refuses_segments_of_other_documents() -> None:
-    assert_refused(InvalidInputError, "^segments: got 3 tokens, want 12$", SegmentTable.from_documents([[Text(3)]]))
-    other = SegmentTable.from_documents([[Text(1), Clip(1, 1, frames=2, audio=5)]])
-    assert_refused(InvalidInputError, r"^patches: got 4 in the clip of segment 1, want 2$", other)
-
-
 def test_token_types_lists_the_tokens_of_several_documents() -> None:
     segments = SegmentTable.from_documents([[CLIP, Text(1)], [Grid(1, 2), CLIP]])
     types = place(segments, BUILDER.scheme, start=np.array([0, 7])).token_types(segments)
     assert types.tolist() == [*CLIP_TYPES, 0, 1, 1, *CLIP_TYPES]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([Text(3)], "segments: got 3 tokens, want 12"),
+        ([Text(1), Clip(1, 1, frames=2, audio=5)], "patches: got 4 in the clip of segment 1, want 2"),
+    ],
+)
+def test_token_types_refuses_segments_of_other_documents(other: list[Segment], message: str) -> None:
+    positions = place(SegmentTable.from_documents([[Text(1), CLIP]]), "tmrope")
+    with pytest.raises(InvalidInputError, match=f"^{message}$"):
+        positions.token_types(SegmentTable.from_documents([other]))

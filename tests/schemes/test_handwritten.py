@@ -1,0 +1,240 @@
+"""Ids of schemes equal handwritten ids on every axis."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from oracle import exact, placed
+
+from mmpos import Grid, Scheme, SegmentTable, Text, place
+from mmpos.schemes import (
+    Allegro,
+    AnyFlowFar,
+    Cosmos,
+    Cosmos3,
+    Flux2,
+    Flux3,
+    Grid2D,
+    HunyuanImage,
+    Ideogram4,
+    JoyImage,
+    Kandinsky,
+    LongCatImage,
+    Ltx2,
+    Lumina2,
+    MRopeQwen25,
+    QwenImage,
+    Wan,
+    XDRope,
+)
+from mmpos.segments import Thumbnail, Tile
+from mmpos.segments.kinds import Segment
+
+HALF, THIRD, ALMOST = Fraction(1, 2), Fraction(1, 3), Fraction(2**31 - 1, 2**31 - 2)
+IMAGE: list[Segment] = [Text(2), Grid(2, 3), Grid(1, 2)]
+"""Two text tokens, an image and a reference image."""
+
+# One line per axis: text | image | reference.
+ROWS = "0 0 | 0 0 0 1 1 1 | 0 0"
+COLUMNS = "0 0 | 0 1 2 0 1 2 | 0 1"
+LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
+    "flux2, steps of 3": (Flux2(reference_step=3), IMAGE, ["0 0 | 0 0 0 0 0 0 | 3 3", ROWS, COLUMNS, "0 1" + " 0" * 8]),
+    "flux3, other steps": (
+        Flux3(row_step=1, col_step=THIRD), IMAGE,
+        ["0 " * 10, ROWS, "0 0 0 1/3 2/3 0 1/3 2/3 0 1/3", "0 1 0 0 0 0 0 0 -1 -1"],
+    ),
+    "lumina2 of ERNIE-Image": (
+        Lumina2(image_first=True), [Grid(2, 1), Text(3)], ["3 3 | 0 1 2", "0 1 | 0 0 0", "0 0 0 0 0"],
+    ),
+    "lumina2 of ERNIE-Image from 1": (
+        Lumina2(first=1, image_first=True), [Grid(2, 1), Text(3)], ["4 4 | 1 2 3", "0 1 | 0 0 0", "0 0 0 0 0"],
+    ),
+    "lumina2 of BriaFibo 2": (Lumina2(first=1, image_at=9), IMAGE, ["1 2 | 9 9 9 9 9 9 | 10 10", ROWS, COLUMNS]),
+    "longcat-image at 512": (LongCatImage(image_at=512), [Text(1), Grid(1, 2)], ["0 1 1", "0 512 512", "0 512 513"]),
+    "ideogram4 elsewhere": (Ideogram4(image_at=7), [Text(1), Grid(2, 1)], ["0 7 7", "0 7 8", "0 7 7"]),
+    "wan with keyframes": (
+        "wan", [Grid(1, 2, frames=3), Grid(2, 1, first_frame=0), Grid(1, 1, frames=2, first_frame=2)],
+        ["0 0 1 1 2 2 | 0 0 | 2 3", "0 0 0 0 0 0 | 0 1 | 0 0", "0 1 0 1 0 1 | 0 0 | 0 0"],
+    ),
+    "wan of ChronoEdit": (
+        Wan(skip_length=8), [Grid(1, 1, frames=2), Grid(1, 1, frames=3, first_frame=4)],
+        ["0 7 | 4 5 6", "0 0 0 0 0", "0 0 0 0 0"],
+    ),
+    "qwen-image, layered": (  # the last image is the condition, and text begins at the number of the others
+        QwenImage(layered=True), [Text(1), Grid(1, 3), *[Grid(1, 1)] * 3],
+        ["3 | 0 0 0 | 1 | 2 | -1", "3 | -1 -1 -1 | -1 | -1 | -1", "3 | -2 -1 0 | -1 | -1 | -1"],
+    ),
+    "anyflow-far with clean frames": (
+        "anyflow-far", [Grid(1, 1, frames=2), Grid(2, 2), Grid(2, 2)],
+        ["0 1 | 2 2 2 2 | 2 2 2 2", "1/2 1/2 | 0 0 1 1 | 0 0 1 1", "1/2 1/2 | 0 1 0 1 | 0 1 0 1"],
+    ),
+    "anyflow-far by 3": (AnyFlowFar(ratio=3), [Grid(1, 2), Grid(1, 1)], ["0 0 1", "1 1 0", "1 4 0"]),
+    "hunyuan-image, 3 axes": (HunyuanImage(axes=3), [Grid(1, 1, frames=2), Text(1)], ["0 1 0", "0 0 0", "0 0 0"]),
+    "allegro, other steps": (Allegro(1, THIRD, 2), [Grid(2, 2)], ["0 0 0 0", "0 0 1/3 1/3", "0 2 0 2"]),
+    "ltx with a keyframe at 80 before the video": (
+        "ltx",
+        [
+            Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 25), first_frame=80),
+            Grid(1, 2, seconds_per_frame=Fraction(1, 25)),
+        ],
+        ["-17/25 -169/250 | -1 -1", "-1 " * 4, "-1 -1 | -1 -31/32"],
+    ),
+    "ltx2 without a first frame": (
+        Ltx2(axes=1, causal_offset=0, tokens_per_second=1), [Grid(1, 1, frames=2, seconds_per_frame=1)], ["-1 3"],
+    ),
+    "ltx2 for audio": (
+        Ltx2(axes=1, frames_per_latent=4), [Grid(1, 1, frames=3, seconds_per_frame=Fraction(1, 100))],
+        ["-1999/2000 -997/1000 -993/1000"],
+    ),
+    "ltx2 with wider columns": (
+        Ltx2(col_step=Fraction(1, 8)), [Grid(1, 2, seconds_per_frame=1)],
+        ["-19/20 -19/20", "-63/64 -63/64", "-15/16 -13/16"],
+    ),
+    "cosmos of images": (
+        Cosmos(tokens_per_second=3),
+        [
+            Grid(2, 1, frames=2, seconds_per_frame=Fraction(1, 3)),
+            Grid(1, 1, frames=2, seconds_per_frame=1, first_frame=2),
+        ],
+        ["0 0 1 1 | 6 9", "0 1 0 1 0 0", "0 " * 6],
+    ),
+    "cosmos3 without a margin": (Cosmos3(margin=0), [Text(2), Grid(2, 1)], ["0 1 2 2", "0 1 0 1", "0 1 0 0"]),
+    "kandinsky with a last frame": (
+        Kandinsky(frame_step=HALF), [Grid(1, 1, frames=2), Grid(1, 1, first_frame=5), Grid(1, 1, first_frame=-1)],
+        ["0 1/2 | 5/2 | -1/2", "0 " * 4, "0 " * 4],
+    ),
+    "kandinsky, scaled": (
+        Kandinsky(row_step=HALF, col_step=THIRD), [Grid(2, 2)], ["0 0 0 0", "0 0 1/2 1/2", "0 1/3 0 1/3"],
+    ),
+    "joyimage with running text": (
+        JoyImage(text_runs=True), [Grid(1, 4), Text(2), Text(1)],
+        ["0 0 0 0 | 4 5 6", "0 0 0 0 | 4 5 6", "0 1 2 3 | 4 5 6"],
+    ),
+    "bagel": ("bagel", [Text(2), Thumbnail(1, 2), Grid(1, 2), Text(2)], ["0 1 | 2 2 2 2 | 3 3 | 4 5"]),
+    "omnigen2": (
+        "omnigen2", [*IMAGE, Text(1)],
+        ["0 1 | 2 2 2 2 2 2 | 5 5 | 7", "0 1 | 0 0 0 1 1 1 | 0 0 | 7", "0 1 | 0 1 2 0 1 2 | 0 1 | 7"],
+    ),
+    "rows: texts and images on lines": (
+        "rows", [Text(3), Grid(2, 3), Text(1), Text(2), Grid(1, 2), Grid(1, 1), Text(1)],
+        ["0 0 0 | 1 1 1 2 2 2 | 3 | 3 3 | 4 4 | 5 | 6", "0 1 2 | 0 1 2 0 1 2 | 0 | 1 2 | 0 1 | 0 | 0"],
+    ),
+    "grid-2d, class tokens at the start": (
+        Grid2D("merged", 1, first=1), [Text(1), Text(1), Grid(2, 2), Grid(1, 2), Text(1)],
+        ["0 | 0 | 1 1 2 2 | 1 1 | 0", "0 | 0 | 1 2 1 2 | 1 2 | 0"],
+    ),
+    "mrope-qwen2.5 at 25 seconds": (
+        "mrope-qwen2.5", [Grid(1, 2, frames=3, seconds_per_frame=25), Text(1)],
+        ["0 0 50 50 100 100 | 101", "0 0 0 0 0 0 | 101", "0 1 0 1 0 1 | 101"],
+    ),
+    "mrope-qwen2.5 at 3/4 seconds": (
+        "mrope-qwen2.5", [Grid(1, 1, frames=5, seconds_per_frame=0.75)], ["0 1 3 4 6", "0 0 0 0 0", "0 0 0 0 0"],
+    ),
+    "mrope-qwen2.5 just before a second": (
+        "mrope-qwen2.5", [Grid(1, 1, frames=2, seconds_per_frame=1 - Fraction(1, 10**9))], ["0 1", "0 0", "0 0"],
+    ),
+    "mrope-qwen2.5 with a rate that cancels": (  # before limits are checked
+        MRopeQwen25(tokens_per_second=1 / ALMOST),
+        [Grid(1, 1, frames=9, seconds_per_frame=ALMOST)],
+        ["0 1 2 3 4 5 6 7 8", "0 " * 9, "0 " * 9],
+    ),
+    "mrope-qwen3, the example of Hy4's get_rope_index": (  # separators are one more column
+        "mrope-qwen3",
+        [Grid(2, 2, row_separator=True), Grid(2, 2, row_separator=True), Text(1)],
+        ["0 0 0 0 0 0 | 3 3 3 3 3 3 | 6", "0 0 0 1 1 1 | 3 3 3 4 4 4 | 6", "0 1 2 0 1 2 | 3 4 5 3 4 5 | 6"],
+    ),
+    "xd-rope of 5 axes from image 4": (  # a separator is in the next column
+        XDRope(axes=5, first_image=4),
+        [Grid(1, 2, row_separator=True), Text(1), Grid(2, 1)],
+        ["0 1 2 | 3 | 4 5", "0 1 2 | 3 | 4 5", "0 1 2 | 3 | 0 0", "0 0 0 | 3 | 0 1", "4 4 4 | 3 | 5 5"],
+    ),
+    # The canvas is 2×4 and begins at 2; columns 0 and 1 of the thumbnail are columns 0 and 3 of the canvas.
+    "mrope-canvas, a thumbnail over two tiles": (
+        "mrope-canvas",
+        [Text(2), Thumbnail(2, 2), Tile(2, 2), Tile(2, 2, tokens_after=1), Text(1)],
+        [
+            "0 1 | 2 2 2 2 2 2 | 2 2 2 2 2 2 | 2 2 2 2 2 2 2 | 7",
+            "0 1 | 1 2 2 3 3 4 | 2 2 2 3 3 3 | 2 2 2 3 3 3 2 | 7",
+            "0 1 | 1 2 5 2 5 6 | 2 2 3 2 3 3 | 4 4 5 4 5 5 2 | 7",
+        ],
+    ),
+    # The canvas is 2×2 and begins at 0, so the marker before the thumbnail cannot be at -1.
+    "mrope-canvas, tokens that end a row": (
+        "mrope-canvas", [Thumbnail(1, 1, tokens_after=2), Tile(1, 2, tokens_after=1), Tile(1, 2)],
+        ["0 0 0 0 0 | 0 0 0 0 0 | 0 0 0 0", "0 0 2 0 0 | 0 0 0 0 0 | 1 1 1 1", "0 0 2 0 0 | 0 0 1 1 2 | 0 0 1 1"],
+    ),
+    # A 1×2 thumbnail begins at 5 and consumes max(1, 2) + 1 ids; a grid has no markers and begins at 8.
+    "mrope-canvas without tiles": (
+        "mrope-canvas",
+        [Text(5), Thumbnail(1, 2, tokens_after=1), Grid(1, 2), Thumbnail(2, 1), Text(1)],
+        [
+            "0 1 2 3 4 | 5 5 5 5 5 | 8 8 | 11 11 11 11 | 14",
+            "0 1 2 3 4 | 4 5 5 6 5 | 8 8 | 10 11 12 13 | 14",
+            "0 1 2 3 4 | 4 5 6 7 5 | 8 9 | 10 11 11 12 | 14",
+        ],
+    ),
+    # A row of two tiles and a row of one tile become a row of three; its end token is in column 3.
+    "mrope-canvas, rows of unequal lengths": (
+        "mrope-canvas", [Thumbnail(1, 1), Tile(1, 1), Tile(1, 1, tokens_after=1), Tile(1, 1)],
+        ["0 0 0 | 0 0 0 | 0 0 0 0 | 0 0 0", "0 0 1 | 0 0 0 | 0 0 0 0 | 0 0 0", "0 0 3 | 0 0 0 | 1 1 1 3 | 2 2 2"],
+    ),
+    # Such a tile moves only the next position.
+    "mrope-canvas, a tile beyond the canvas": (
+        "mrope-canvas", [Thumbnail(1, 1), Tile(1, 1), Tile(5, 1), Text(1)],
+        ["0 0 0 | 0 0 0 | 0 0 0 0 0 0 0 | 3", "0 0 1 | 0 0 0 | 0 0 1 2 3 4 4 | 3", "0 0 2 | 0 0 0 | 1 1 1 1 1 1 1 | 3"],
+    ),
+    "mrope-canvas, a tile just beyond the canvas": (
+        "mrope-canvas", [Thumbnail(1, 1), Tile(1, 1), Tile(2, 1), Text(1)],
+        ["0 0 0 | 0 0 0 | 0 0 0 0 | 3", "0 0 1 | 0 0 0 | 0 0 1 1 | 3", "0 0 2 | 0 0 0 | 1 1 1 1 | 3"],
+    ),
+}  # fmt: skip
+"""Settings, roles and segments that neither diffusers' classes nor the golden file have."""
+
+NEXT = {
+    "bagel": 6,
+    "omnigen2": 8,
+    "mrope-qwen2.5 at 25 seconds": 102,
+    "mrope-qwen2.5 at 3/4 seconds": 7,
+    "mrope-qwen2.5 just before a second": 2,
+    "mrope-qwen2.5 with a rate that cancels": 9,
+    "mrope-qwen3, the example of Hy4's get_rope_index": 7,
+    "xd-rope of 5 axes from image 4": 6,
+    "mrope-canvas, a thumbnail over two tiles": 8,
+    "mrope-canvas, tokens that end a row": 3,
+    "mrope-canvas without tiles": 15,
+    "mrope-canvas, rows of unequal lengths": 4,
+    "mrope-canvas, a tile beyond the canvas": 5,
+    "mrope-canvas, a tile just beyond the canvas": 4,
+}
+"""The next position of each document that has one."""
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_ids_equal_handwritten_ids_and_documents_of_a_batch_are_independent(case: str) -> None:
+    scheme, document, axes = LAYOUTS[case]
+    want = [*zip(*(map(Fraction, line.replace("|", " ").split()) for line in axes), strict=True)]
+    positions = place(SegmentTable.from_documents([document, document[:1], document]), scheme)
+    assert exact(positions.slice(0, len(want))) == exact(positions)[-len(want) :] == want
+    assert positions.resumable.all() == (case in NEXT)
+    if case in NEXT:
+        assert positions.next_positions[::2].tolist() == [NEXT[case]] * 2
+    else:
+        assert exact(placed(document, scheme, 5)) == [tuple(value + 5 for value in position) for position in want]
+
+
+@pytest.mark.usefixtures("way")
+def test_thumbnail_ids_are_rounded_as_in_linspace() -> None:
+    # Every canvas of up to 120 rows, with every thumbnail of up to 24 rows, including halves that round to odd numbers.
+    sizes = [(canvas, rows) for rows in range(1, 25) for canvas in range(1, 121)]
+    documents: list[list[Segment]] = [[Thumbnail(rows, 1), Tile(canvas, 1)] for canvas, rows in sizes]
+    positions = place(SegmentTable.from_documents(documents), "mrope-canvas")
+    dense, first = positions.dense()[1], positions.cu_seqlens[:-1] + 1
+    got = [dense[at : at + rows] for at, (_, rows) in zip(first.tolist(), sizes, strict=True)]
+    want = [torch.linspace(0, canvas - 1, rows).round().long().numpy() for canvas, rows in sizes]
+    np.testing.assert_array_equal(np.concatenate(got), np.concatenate(want))
+    assert got[sizes.index((14, 23))][11] == 7
+    assert got[sizes.index((8, 7))].tolist() == [0, 1, 2, 4, 5, 6, 7]

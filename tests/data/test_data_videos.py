@@ -14,6 +14,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from model_configs import complete
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, Video
 from mmpos.data import Chat, ChatTemplate, Images, Location, Preprocess, RecordError, Videos
@@ -73,7 +74,10 @@ def indices(video: Video) -> list[int]:
 
 
 @pytest.mark.parametrize("rate", [8, Fraction(30000, 1001), 25])
-@pytest.mark.parametrize("arguments", [{"fps": 2}, {"fps": 1.5}, {"num_frames": 5}, {"num_frames": 24}, {"fps": 0.01}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"fps": 2}, {"fps": 1.5}, {"num_frames": 5}, {"num_frames": 24}, pytest.param({"fps": 0.01}, marks=complete)],
+)
 def test_the_frames_are_those_of_transformers(arguments: Any, rate: Any, tmp_path: Path) -> None:
     path = tmp_path / "clip.mp4"
     path.write_bytes(clip(24, rate=rate, encoder={"bf": "2"}))

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +126,10 @@ def test_one_row_of_a_rank_is_rotated_by_the_angles_of_its_shard(megatron: Simpl
 def test_latent_attention_uses_half_angles_for_adjacent_channels(megatron: SimpleNamespace) -> None:
     rotary = Rotary(head_dim=16)
     q, freqs = normal(1, ROWS.num_tokens, 3, 16), rotary_pos_emb(ROWS, rotary, "thd")
-    rotated = megatron.embedding._apply_rotary_pos_emb_bshd(q.transpose(0, 1), freqs, multi_latent_attention=True)
+    theirs = megatron.embedding._apply_rotary_pos_emb_bshd
+    renamed = "mla_rotary_interleaved" in signature(theirs).parameters  # in Megatron 0.19
+    option = "mla_rotary_interleaved" if renamed else "multi_latent_attention"
+    rotated = theirs(q.transpose(0, 1), freqs, **{option: True})
     adjacent = apply_rotary(q[0], None, ROWS, Rotary(head_dim=16, pairing="adjacent"))[0]
     assert_same(rotated.squeeze(1), torch.cat((adjacent[..., ::2], adjacent[..., 1::2]), dim=-1))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,10 @@ def test_the_page_of_several_workers_has_their_sums_the_longest_lag_and_each_pro
     assert registry.get_sample_value("mmpos_start_time_seconds")
     mark_process_dead(0, str(tmp_path))  # type: ignore[no-untyped-call]
     assert seen(registry) == expected(5, servers=2, running=1, lag=2)
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # prometheus_client closes the files of a worker nowhere
+        gc.collect()
 
 
 def test_documented_metrics_match_the_server_metrics(tmp_path: Path) -> None:

@@ -253,8 +253,8 @@ def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, 
     Raises:
         InvalidInputError: the width does not match the heads.
     """
-    if not isinstance(qkv, Tensor):
-        raise InvalidInputError(f"qkv: got {type(qkv).__name__}, want a tensor")
+    if not isinstance(form := form_of(qkv), Form):
+        raise InvalidInputError(f"qkv: got {form.__name__}, want a tensor")
     if qkv.dim() not in (2, 3):
         raise InvalidInputError(f"qkv: got shape {tuple(qkv.shape)}, want (tokens, width) or (batch, seq, width)")
     integer("num_heads", num_heads, minimum=1)
@@ -396,7 +396,7 @@ def _prepared(
         cache = cache_of(cos_sin, rotary, positions, ids, validate)
         rotation = rotation._replace(frequencies=cache, attention_factor=1.0)
     q_weight, k_weight = (None if weight is None else weight.contiguous() for weight in (q_weight, k_weight))
-    return views, Norm(q_weight, k_weight, *numbers), rotation, graded
+    return views, Norm._make((q_weight, k_weight, *numbers)), rotation, graded
 
 
 @checked_once

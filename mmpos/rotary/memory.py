@@ -67,10 +67,14 @@ class Form(NamedTuple):
     tangent: bool
 
 
+class SparseTensor:
+    """The type that error messages give for a tensor that has no strides."""
+
+
 def form_of(x: object) -> Form | type:
-    """Return the form of a tensor, or the type of any other object."""
-    if not isinstance(x, Tensor):
-        return type(x)
+    """Return the form of a tensor, or the type of any other object; a tensor without strides is a ``SparseTensor``."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return SparseTensor if isinstance(x, Tensor) else type(x)
     graded = x.requires_grad and torch.is_grad_enabled()
     # Without a level, no tensor has a forward-mode gradient, and unpacking takes longer than the other fields.
     level = not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", 0) >= 0

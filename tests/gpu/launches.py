@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rerotate, rotate_and_store
+from mmpos.support.cached import cached_property
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -48,39 +49,32 @@ LAYERS: Mapping[str, tuple[int, int, int]] = {
 """The numbers of q heads, k heads, and channels per head."""
 
 
-@dataclass(frozen=True)
-class Turning:
-    """The arguments of a Rotary as a function of head_dim, and the scheme of its ids."""
-
-    options: Callable[[int], Mapping[str, Any]] = lambda dim: {}
-    scheme: str = "rope-tie"
-
-
-TURNINGS: Mapping[str, Turning] = {
-    "interleaved": Turning(),
-    "adjacent": Turning(lambda dim: {"pairing": "adjacent"}),
-    "half of a head": Turning(lambda dim: {"rotary_dim": dim // 2}),
-    "a quarter of a head, adjacent": Turning(lambda dim: {"rotary_dim": dim // 4, "pairing": "adjacent"}),
-    "four channels": Turning(lambda dim: {"rotary_dim": 4}),
-    "axial": Turning(lambda dim: {"allocation": "axial"}),
-    "flux": Turning(
-        lambda dim: {"allocation": "axial", "axes_dim": [dim // 4, 3 * dim // 8, 3 * dim // 8], "pairing": "adjacent"},
+TURNINGS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
+    "interleaved": ("rope-tie", lambda dim: {}),
+    "adjacent": ("rope-tie", lambda dim: {"pairing": "adjacent"}),
+    "half of a head": ("rope-tie", lambda dim: {"rotary_dim": dim // 2}),
+    "a quarter of a head, adjacent": ("rope-tie", lambda dim: {"rotary_dim": dim // 4, "pairing": "adjacent"}),
+    "four channels": ("rope-tie", lambda dim: {"rotary_dim": 4}),
+    "axial": ("rope-tie", lambda dim: {"allocation": "axial"}),
+    "flux": (
         "flux",
+        lambda dim: {"allocation": "axial", "axes_dim": [dim // 4, *[3 * dim // 8] * 2], "pairing": "adjacent"},
     ),
-    "sections": Turning(
-        lambda dim: {"allocation": "sections", "mrope_section": [dim // 8, 3 * dim // 16, 3 * dim // 16]}, "mrope"
+    "sections": (
+        "mrope", lambda dim: {"allocation": "sections", "mrope_section": [dim // 8, *[3 * dim // 16] * 2]},
     ),
-    "one axis": Turning(lambda dim: {"axes": 1}, "flatten"),
-    "as Transformers": Turning(lambda dim: {"precision": "hf"}),
-    "YaRN": Turning(lambda dim: {"scaling": YaRN(4.0, 32768)}),
-    "theta": Turning(lambda dim: {"theta": 1e6}),
-    "unrotated frames": Turning(lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}, "mrope"),
-    "by head": Turning(lambda dim: {"allocation": "heads", "head_axes": BY_HEAD}, "mrope"),
-    "by head, adjacent, half of a head": Turning(
-        lambda dim: {"allocation": "heads", "head_axes": BY_HEAD, "pairing": "adjacent", "rotary_dim": dim // 2},
+    "one axis": ("flatten", lambda dim: {"axes": 1}),
+    "as Transformers": ("rope-tie", lambda dim: {"precision": "hf"}),
+    "YaRN": ("rope-tie", lambda dim: {"scaling": YaRN(4.0, 32768)}),
+    "theta": ("rope-tie", lambda dim: {"theta": 1e6}),
+    "unrotated frames": ("mrope", lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}),
+    "by head": ("mrope", lambda dim: {"allocation": "heads", "head_axes": BY_HEAD}),
+    "by head, adjacent, half of a head": (
         "mrope",
+        lambda dim: {"allocation": "heads", "head_axes": BY_HEAD, "pairing": "adjacent", "rotary_dim": dim // 2},
     ),
-}
+}  # fmt: skip
+"""The scheme of the ids, and the arguments of a Rotary as a function of head_dim."""
 
 FOR_HEADS = [name for name in TURNINGS if "by head" in name]
 
@@ -285,14 +279,14 @@ class Scene:
     """Tensors and positions of a launch."""
 
     def __init__(self, launch: Launch, seed: int = 0) -> None:
-        turning = TURNINGS[launch.turning]
+        scheme, options = TURNINGS[launch.turning]
         count = launch.documents
-        self.scheme = "rope-tie-fractional" if launch.form == "fractions" else turning.scheme
+        self.scheme = "rope-tie-fractional" if launch.form == "fractions" else scheme
         self.launch = replace(launch, tokens=launch.tokens - launch.tokens % count)
         self.table = placed(self.launch.tokens, self.scheme, count, launch.start)
         self.positions = FORMS[launch.form](self.table)
         q_heads, k_heads, dim = LAYERS[launch.layer]
-        self.rotary = Rotary(dim, **{"axes": self.table.axes, **turning.options(dim)})
+        self.rotary = Rotary(dim, **{"axes": self.table.axes, **options(dim)})
         shapes = (q_heads, dim), (k_heads, dim), (k_heads, launch.value_dim or dim)
         tensors = [normal(self.launch.tokens, *s, seed=seed + i, dtype=launch.dtype) for i, s in enumerate(shapes)]
         if launch.strides == "fused":
@@ -341,31 +335,43 @@ class Scene:
         rows = x.unflatten(0, (self.launch.documents, -1))
         return rows.transpose(1, 2) if self.launch.layout == "bhsd" else rows
 
-    def cache(self) -> tuple[Held, Tensor]:
-        """Return a cache without contents, and a slot for most tokens."""
+    @cached_property
+    def slots(self) -> Tensor:
+        """Slots in random order, some of them missing; "short": fewer slots than tokens; "none": no valid slots."""
+        launch = self.launch
+        order = torch.randperm(self.blocks * launch.page, generator=torch.Generator().manual_seed(launch.tokens))
+        order = order[: launch.tokens // (2 if launch.slots == "short" else 1)]
+        order[:: 1 if launch.slots == "none" else max(2, launch.tokens // 7)] = -1
+        return order.to(DEVICE, torch.int32 if launch.slots == "int32" else torch.int64)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a cache with room for all tokens."""
+        return -(-self.launch.tokens // self.launch.page) + 3
+
+    @cached_property
+    def held(self) -> Held:
+        """A cache without contents, or with the keys of the tokens if they are to be rerotated."""
         launch, (_, heads, dim) = self.launch, self.k.shape
-        blocks = -(-launch.tokens // launch.page) + 3
-        held = CACHES[launch.cache](blocks, launch.page, heads, dim, launch.dtype)
+        held = CACHES[launch.cache](self.blocks, launch.page, heads, dim, launch.dtype)
         if launch.value_dim:
-            values = filled(blocks, launch.page, heads, launch.value_dim, dtype=launch.dtype)
+            values = filled(self.blocks, launch.page, heads, launch.value_dim, dtype=launch.dtype)
             held = Held(held.key, values, (held.key, values), "NHD", launch.page)
-        return held, _slots(launch, blocks * launch.page)
+        for token, slot in enumerate(self.slots.tolist() if launch.kind == "rerotate" else []):
+            if slot >= 0:
+                held.at(held.key, slot).copy_(self.k[token])
+        return held
+
+    @cached_property
+    def target(self) -> Any:
+        """The positions to which keys are rerotated."""
+        launch = self.launch
+        return FORMS[launch.form](placed(launch.tokens, self.scheme, launch.documents, launch.start + 12_345))
 
     def poison(self) -> None:
         """Fill freed memory with NaN, so that elements of new outputs that are never written show up."""
         for x in (self.q, self.k):
             torch.full((x.numel(),), torch.nan, dtype=x.dtype, device=DEVICE)
-
-
-def _slots(launch: Launch, capacity: int) -> Tensor:
-    """Return slots in random order, some of them missing; "short": fewer slots than tokens; "none": no valid slots."""
-    order = torch.randperm(capacity, generator=torch.Generator().manual_seed(launch.tokens))[: launch.tokens]
-    order[:: max(2, launch.tokens // 7)] = -1
-    if launch.slots == "none":
-        order[:] = -1
-    if launch.slots == "short":
-        order = order[: launch.tokens // 2]
-    return order.to(DEVICE, torch.int32 if launch.slots == "int32" else torch.int64)
 
 
 # The kinds. Each returns what it computes, and all memory that it may write or must leave unchanged.
@@ -405,30 +411,25 @@ def backward(scene: Scene) -> Results:
 
 def store(scene: Scene) -> Results:
     """Rotate q and k, and write k and v to a cache."""
-    launch, (held, slots) = scene.launch, scene.cache()
     outs = rotate_and_store(
-        scene.q, scene.k, scene.v, scene.positions, scene.rotary, held.with_slots(slots),
-        return_k=launch.return_k, inplace=launch.inplace, **scene.how,
+        scene.q, scene.k, scene.v, scene.positions, scene.rotary, scene.held.with_slots(scene.slots),
+        return_k=scene.launch.return_k, inplace=scene.launch.inplace, **scene.how,
     )  # fmt: skip
-    whole = {f"cache {i}": x for i, x in enumerate(held.whole)}
+    whole = {f"cache {i}": x for i, x in enumerate(scene.held.whole)}
     return {"q": outs[0], "k": outs[1], "given q": scene.q, "given k": scene.k, "given v": scene.v, **whole}
 
 
 def move(scene: Scene) -> Results:
     """Rerotate stored keys to new positions."""
-    launch, (held, slots) = scene.launch, scene.cache()
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            held.at(held.key, slot).copy_(scene.k[token])
-    new = FORMS[launch.form](placed(launch.tokens, scene.scheme, launch.documents, launch.start + 12_345))
+    held, way = scene.held, scene.launch.way
     nhd = held.key.transpose(1, 2) if held.layout == "HND" else held.key
-    rerotate(nhd, slots, scene.positions, new, scene.rotary, implementation=launch.way)
+    rerotate(nhd, scene.slots, scene.positions, scene.target, scene.rotary, implementation=way)
     return {f"cache {i}": x for i, x in enumerate(held.whole)}
 
 
 def cached(scene: Scene) -> Results:
     """Rotate with an engine's float32 cache of cos and sin."""
-    rows = normal(int(_dense(scene.table).max()) + 1, scene.rotary.rotary_dim, seed=5)
+    rows = normal(int(scene.table.dense().max()) + 1, scene.rotary.rotary_dim, seed=5)
     outs = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, cos_sin=rows, **scene.how)
     return {"q": outs[0], "k": outs[1]}
 

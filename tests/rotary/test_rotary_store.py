@@ -16,7 +16,7 @@ from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, f
 from tolerance import ARITHMETIC, INTERPRETED, assert_within, truncation, unit
 from torch import Tensor
 
-from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, paged, rerotate, rotate_and_store
 from mmpos.rotary.kernel import tiling
 
@@ -337,8 +337,6 @@ def test_nothing_is_written_outside_a_cache(slots: list[int], way: Any, monkeypa
     assert_holds(cache, want)
     rerotate(cache.key, slots_of(*slots), TABLE, TABLE, ROTARY, implementation=way)
     assert_holds(cache, want)
-
-
 
 
 @pytest.mark.parametrize("inplace", [False, True])

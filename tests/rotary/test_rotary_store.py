@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotary_oracle import BY_AXES, DTYPES, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
+from rotary_oracle import DTYPES, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
 from rotary_oracle import heads as heads_on_host
 from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, flat, write
 from tolerance import ARITHMETIC, INTERPRETED, assert_within, truncation, unit
@@ -353,11 +353,3 @@ def test_autograd_detects_that_saved_tensors_were_written(way: Any, inplace: boo
     for total in saved:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()
-
-
-@pytest.mark.parametrize("name", ROTARIES)
-def test_every_allocation_is_rerotated(name: str) -> None:
-    rotary = ROTARIES[name]
-    old, new = packed(BY_AXES[rotary.axes], 3).slice(4, 17), packed(BY_AXES[rotary.axes], 800).slice(0, 13)
-    keys = heads(13, 2, rotary.head_dim)
-    assert_moved(moved("reference", keys, old, new, rotary), keys, old, new, rotary)

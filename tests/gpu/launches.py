@@ -1,14 +1,15 @@
-"""Table of all kinds of launches, each compared with the reference: full size on a GPU, toy size elsewhere.
+"""Launches of every kind, drawn from all combinations of options, each compared with the reference.
 
-To add a kind, add a function that takes a scene to `KINDS`, its options to `Launch`, and lines to `LAUNCHES`.
+They have full size on a GPU, and toy size elsewhere. To add a kind, add a function that takes a scene to `KINDS`, its
+options to `Launch` and `OPTIONS`, and a line to `BASES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from math import inf, sqrt
+from random import Random
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from store_oracle import CACHES, Held, bits, filled
 from tolerance import ARITHMETIC, INTERPRETED, cos_sin, gamma, unit
 from torch import Tensor
 
-from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rerotate, rotate_and_store
 from mmpos.support.cached import cached_property
 
@@ -75,8 +76,6 @@ TURNINGS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
     ),
 }  # fmt: skip
 """The scheme of the ids, and the arguments of a Rotary as a function of head_dim."""
-
-FOR_HEADS = [name for name in TURNINGS if "by head" in name]
 
 FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
     "table": lambda table: DevicePositions.from_table(table, DEVICE),
@@ -145,112 +144,95 @@ class Launch:
         return " ".join(words)
 
 
-def launches(kind: str, **options: Iterable[Any] | Any) -> Iterator[Launch]:
-    """Yield a launch for each combination of the options given as lists."""
-    choices = [value if isinstance(value, list) else [value] for value in options.values()]
-    for values in product(*choices):
-        yield Launch(kind, **dict(zip(options, values, strict=True)))
-
-
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
-ROTATE = [
-    *launches("rotate", tokens=[1, 2, 3, 15, 16, FEW, SOME, MANY, sized(40_000, 40)]),
-    *launches("rotate", dtype=[F16, F32]),
-    *launches("rotate", layer="72B", tokens=[FEW, MANY]),
-    *launches("rotate", layer="vision", turning="axial", tokens=[FEW, MANY], dtype=[BF16, F32]),
-    *launches("rotate", turning="adjacent", dtype=[BF16, F16, F32], tokens=[FEW, SOME]),
-    *launches("rotate", form=["int32", "int64", "float64", "fractions", "capacity", "host"], dtype=[BF16, F32]),
-    *launches("rotate", form="fractions", turning="adjacent"),
-    *launches("rotate", turning=[name for name in TURNINGS if name not in FOR_HEADS], dtype=[BF16, F32]),
-    *launches("rotate", turning="half of a head", inplace=True, tokens=[FEW, SOME]),
-    *launches("rotate", turning="sections", form="int32"),
-    *launches("rotate", layout=["bshd", "bhsd"], documents=3, dtype=[BF16, F32]),
-    *launches("rotate", inplace=True, tokens=[FEW, SOME, MANY], turning=["interleaved", "adjacent"]),
-    *launches("rotate", conjugate=True, form=["table", "fractions"], dtype=[BF16, F32]),
-    *launches("rotate", strides=["fused", *STRIDES], dtype=[BF16, F32], inplace=[False, True]),
-    *launches("rotate", strides="misaligned", tokens=FEW),
-    *launches("rotate", only="q", inplace=[False, True]),
-    *launches("rotate", layer=[name for name in LAYERS if "of" in name and name != "heads of 2"], dtype=F32),
-    *launches("rotate", layer="heads of 2", dtype=F32, turning="one axis"),
-    *launches("rotate", start=[-(2**31), 2**31 - 200_000], dtype=F32, form=["table", "int32"]),
-    *launches("rotate", layer="by head", turning=FOR_HEADS, tokens=[1, FEW, SOME, MANY]),
-    *launches("rotate", layer="by head", turning="by head", form=["int32", "capacity"], dtype=F32, conjugate=True),
-    *launches("rotate", layer="by head", turning="by head", norm="qk", dtype=[BF16, F32], inplace=[False, True]),
-    *launches("rotate", tokens=sized(8192, 32), documents=[sized(n, m) for n, m in ((64, 4), (512, 8), (4096, 16))]),
-]
+BASES: Mapping[str, Launch] = {
+    "rotate": Launch("rotate"),
+    "backward with norm": Launch("backward", norm="qk"),
+    "store": Launch("store", norm="qk", return_k=True),
+    "rerotate": Launch("rerotate"),
+    "dense": Launch("dense"),
+    "rotate in place": Launch("rotate", inplace=True),
+    "rotate as Transformers": Launch("rotate", turning="as Transformers"),
+    "rotate by cos and sin": Launch("cached"),
+    "rotate by head": Launch("rotate", layer="by head", turning="by head"),
+    "rotate far away": Launch("rotate", dtype=F32, start=2**31 - 200_000),
+    "norm": Launch("rotate", norm="qk"),
+    "norm after": Launch("rotate", norm="qk", after=True),
+    "norm in place": Launch("rotate", norm="q", inplace=True, offset=1.0),
+    "backward": Launch("backward"),
+    "backward with norm after": Launch("backward", norm="qk", after=True),
+    "backward by head": Launch("backward", layer="by head", turning="by head", norm="k"),
+    "store without norm": Launch("store"),
+    "store in place": Launch("store", inplace=True, return_k=True, slots="int32"),
+    "rerotate other caches": Launch("rerotate", cache="HND", slots="int32"),
+}
+"""Kinds of launches; the first five use every kernel."""
 
-NORM = [
-    *launches("rotate", norm="qk", after=[False, True], tokens=[1, FEW, SOME, MANY]),
-    *launches("rotate", norm=["q", "k"], after=[False, True], dtype=[BF16, F32]),
-    *launches("rotate", norm="qk", after=[False, True], dtype=[F16, F32], turning=["interleaved", "adjacent", "YaRN"]),
-    *launches("rotate", norm="qk", after=[False, True], dtype=[F16, F32], turning="half of a head"),
-    *launches("rotate", norm="qk", offset=1.0, dtype=[BF16, F32]),
-    *launches("rotate", norm="qk", weights=F32),
-    *launches("rotate", norm="qk", inplace=True, tokens=[FEW, SOME], turning=["interleaved", "four channels"]),
-    *launches("rotate", norm="qk", after=[False, True], layer="vision", turning="axial", inplace=[False, True]),
-    *launches("rotate", norm="qk", layer="vision", turning="axial", dtype=F32),
-    *launches("rotate", norm="qk", layer="FLUX", turning="flux", tokens=[FEW, MANY], inplace=[False, True]),
-    *launches("rotate", norm="qk", form="fractions"),
-    *launches("rotate", norm="qk", strides=["fused", *STRIDES], inplace=True),
-    *launches("rotate", norm="qk", conjugate=True, dtype=F32, turning=["YaRN", "sections"]),
-    *launches("rotate", norm="qk", layout=["bshd", "bhsd"], documents=3, dtype=[BF16, F32]),
-    *launches("rotate", norm="qk", after=[False, True], dtype=F32, layer=["heads of 6", "heads of 96"]),
-    *launches("rotate", norm="qk", after=[False, True], dtype=F32, layer="heads of 2", turning="one axis"),
-    *launches("rotate", norm="qk", after=True, dtype=F32, layer="by head", turning=FOR_HEADS),
-]
+COMMON: Mapping[str, list[Any]] = {
+    "tokens": [1, 2, 3, 15, 16, FEW, SOME, MANY],
+    "layer": list(LAYERS),
+    "dtype": [F16, BF16, F32],
+    "turning": list(TURNINGS),
+    "form": list(FORMS),
+    "strides": ["contiguous", "fused", "fused", *STRIDES],
+}
+LAYOUTS: Mapping[str, list[Any]] = {
+    "layout": ["thd", "thd", "bshd", "bhsd"],
+    "documents": [1, 3],
+    "conjugate": [False, True],
+}
+PAGES: Mapping[str, list[Any]] = {"cache": list(CACHES), "page": [16, 1, 24], "slots": ["int64", "int32", "none"]}
+NORMS: Mapping[str, list[Any]] = {"norm": ["", "q", "k", "qk"], "weights": [None, F32]}
+OPTIONS: Mapping[str, Mapping[str, list[Any]]] = {
+    "rotate": {**LAYOUTS, **NORMS, "only": ["", "", "q"]},
+    "backward": {**LAYOUTS, **NORMS, "only": ["", "", "q", "k", "weights"], "conjugate": [False]},
+    "store": {**PAGES, **NORMS, "slots": ["int64", "int32", "short", "none"], "value_dim": [None, None, sized(64, 8)]},
+    "rerotate": PAGES,
+    "cached": {"form": ["table", "capacity", "host", "int32", "int64"]},
+    "dense": {"form": ["table", "capacity", "fractions"]},
+}
+"""The values of options that a kind draws from, besides or instead of the common ones."""
 
-BACKWARD = [
-    *launches("backward", dtype=[F16, BF16, F32]),
-    *launches("backward", turning=["adjacent", "half of a head"], dtype=[BF16, F32]),
-    *launches("backward", layout=["bshd", "bhsd"], documents=3),
-    *launches("backward", only=["q", "k"]),
-    *launches("backward", norm=["q", "k", "qk"], dtype=F32, only=["", "q", "k", "weights"]),
-    *launches("backward", norm="qk", tokens=[1, FEW, SOME, MANY]),
-    *launches("backward", norm="qk", dtype=F32, turning=["adjacent", "half of a head", "four channels"]),
-    *launches("backward", norm="qk", dtype=F32, layer="vision", turning="axial"),
-    *launches("backward", norm="qk", dtype=F32, after=True, turning="YaRN", only=["", "q", "k", "weights"]),
-    *launches("backward", norm=["q", "k"], dtype=F32, after=True, turning="half of a head"),
-    *launches("backward", norm="qk", dtype=F32, offset=1.0, strides="fused"),
-    *launches("backward", turning="unrotated frames", dtype=F32),
-    *launches("backward", layer="by head", turning=FOR_HEADS, dtype=F32),
-    *launches("backward", layer="by head", turning=FOR_HEADS, norm="qk", after=[False, True], dtype=F32),
-]
 
-STORE = [
-    *launches("store", tokens=[1, FEW, SOME, MANY]),
-    *launches("store", cache=list(CACHES)),
-    *launches("store", norm="qk", tokens=[1, FEW, SOME], inplace=[False, True]),
-    *launches("store", return_k=True, inplace=[False, True], norm=["", "qk"]),
-    *launches("store", dtype=[F16, F32]),
-    *launches("store", slots=["int32", "short", "none"]),
-    *launches("store", turning=["adjacent", "half of a head"], norm=["", "qk"]),
-    *launches("store", form=["int32", "fractions"]),
-    *launches("store", strides=["fused", *STRIDES]),
-    *launches("store", page=[1, 24]),
-    *launches("store", value_dim=sized(64, 8)),
-    *launches("store", layer="by head", turning="by head", norm=["", "qk"], return_k=True),
-    *launches("store", cache="k and v side by side", norm="qk", return_k=True, layer="72B"),
-]
+def drawn(base: Launch, draw: Random) -> Launch:
+    """Draw about half of a launch's options, such that they go together."""
+    options = {**COMMON, **OPTIONS[base.kind]}
+    changes = {name: draw.choice(values) for name, values in options.items() if draw.random() < 0.5}
+    launch = replace(base, **changes)
+    return launch if goes_together(launch) else drawn(base, draw)
 
-REROTATE = [
-    *launches("rerotate", tokens=[1, FEW, SOME, MANY]),
-    *launches("rerotate", cache=list(CACHES)),
-    *launches("rerotate", dtype=[F16, F32], turning=["interleaved", "adjacent", "half of a head"]),
-    *launches("rerotate", form=["int32", "fractions"], slots=["int64", "int32", "none"]),
-    *launches("rerotate", layer="vision", turning="axial"),
-    *launches("rerotate", layer="by head", turning=FOR_HEADS),
-]
 
-CACHED = [
-    *launches("cached", tokens=[1, FEW, SOME, MANY]),
-    *launches("cached", dtype=[F16, F32], turning=["adjacent", "half of a head", "sections"]),
-    *launches("cached", layer="heads of 96", dtype=F32, form=["int32", "host"]),
-]
+def goes_together(launch: Launch) -> bool:
+    """Return whether the options of a launch form a valid call."""
+    scheme, options = TURNINGS[launch.turning]
+    axes, dim = 2 if launch.form == "fractions" else SCHEMES[scheme], LAYERS[launch.layer][2]
+    try:
+        rotary = Rotary(dim, **{"axes": axes, **options(dim)})
+    except InvalidInputError:  # too few channels
+        return False
+    return (
+        rotary.axes == axes
+        and (rotary.head_axes is None) == (launch.layer != "by head")
+        and launch.tokens >= launch.documents
+        and not (launch.start and (launch.turning, launch.form) != ("interleaved", "table"))
+        and not (launch.value_dim and launch.cache != "NHD")
+        and not (launch.kind == "rotate" and launch.only == "q" and "k" in launch.norm)
+        and not (launch.only == "weights" and not launch.norm)
+    )
 
-DENSE = [*launches("dense", tokens=[1, FEW, SOME, MANY], form=["table", "capacity", "fractions"])]
 
-LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *REROTATE, *CACHED, *DENSE]))
+SCHEMES = {"rope-tie": 2, "flux": 3, "mrope": 3, "flatten": 1}
+"""The axes of schemes."""
+
+
+def sample(seed: int, count: int) -> list[Launch]:
+    """Draw launches, equally many of each kind."""
+    draw, bases = Random(seed), list(BASES.values())
+    return [drawn(bases[i % len(bases)], draw) for i in range(count)]
+
+
+LAUNCHES = sample(1, sized(400, 57))
 
 
 # Inputs.

@@ -30,7 +30,6 @@ from launches import (
     placed,
     sized,
 )
-from tolerance import INTERPRETED
 from torch import Tensor
 from waiting import eventually
 
@@ -41,10 +40,11 @@ from mmpos_bench.cuda import capture
 pytestmark = pytest.mark.gpu
 
 
-# The interpreter, which is slow, runs every sixth launch; tests/machine draws from all.
-@pytest.mark.parametrize("launch", LAUNCHES[:: 6 if INTERPRETED else 1], ids=str)
-def test_a_launch_agrees_with_the_reference(launch: Launch, record_property: Callable[[str, object], None]) -> None:
-    shares = dict(checks(launch, LAUNCHES.index(launch)))
+@pytest.mark.parametrize(("seed", "launch"), enumerate(LAUNCHES), ids=str)
+def test_a_launch_agrees_with_the_reference(
+    seed: int, launch: Launch, record_property: Callable[[str, object], None]
+) -> None:
+    shares = dict(checks(launch, seed))
     record_property("share_of_bound", max(shares.values()))
     assert {name: share for name, share in shares.items() if not share <= 1} == {}
 

@@ -116,7 +116,7 @@ def splits(qkv: Any = ZEROS, **changed: Any) -> Callable[[], Any]:
 
 
 BY_SLOT, BY_HEAD, BOTH, SAME = zeros(4, 16, 2, 12), zeros(4, 2, 16, 12), zeros(4, 16, 2, 24), zeros(13, 2, 12)
-QKV, POOL = zeros(13, 7, 12), zeros(64, 7, 12)
+ROW, QKV, POOL = zeros(2000), zeros(13, 7, 12), zeros(64, 7, 12)
 WANT_NHD = "want (blocks, block_size, 2, 12) or (slots, 2, 12) in layout NHD"
 WANT_PAGES = "want (blocks, block_size, heads, 12) or (slots, heads, 12) in layout NHD"
 WANT_V = "want torch.float32 on cpu with 3 as for k"
@@ -197,6 +197,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
             calls(*fused(q_from, k_from), inplace=True)
             for q_from, k_from in ((0, 0), (0, 2), (0, 3), (1, 0), (4, 3), (4, 6))
         ),
+        calls(ROW.as_strided((16, 1, 16), (64, 16, 1)), ROW.as_strided((16, 2, 16), (64, 16, 1), 48), inplace=True),
     ],
     "implementation: got 'cuda', want one of 'auto', 'reference', 'triton'": [calls(packed(), implementation="cuda")],
     "inplace: got 'no', want True or False": [calls(packed(), inplace="no")],

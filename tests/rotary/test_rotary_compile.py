@@ -194,34 +194,33 @@ SERVING: Mapping[str, tuple[dict[str, Any], Callable[[Work, Tensor], Any]]] = {
 QUICK = ("in place", "packed in place", "rerotate", "store and return k", "store in place")
 
 
+def compiled_if(compiled: bool, function: Any) -> Any:
+    return torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_full_graphs_give_the_outputs_and_gradients_of_eager_calls(name: str) -> None:
+    def call(x: Tensor, w: Tensor, work: Work) -> list[Tensor]:
+        return [out for out in TRAINING[name](work, x) if out is not None] + [w * 2]
+
     results = []
     for compiled in (False, True):
         work = Work()
-
-        def call(x: Tensor, w: Tensor, work: Work = work) -> list[Tensor]:
-            return [out for out in TRAINING[name](work, x) if out is not None] + [w * 2]
-
-        function: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
-        results.append(outputs_and_gradients(function, (work.fused, work.weight)))
-    for got, expected in zip(results[1], results[0], strict=True):
-        assert torch.equal(got, expected)
+        results.append(outputs_and_gradients(compiled_if(compiled, call), (work.fused, work.weight), work))
+    assert_within(results[1], results[0], 0)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SERVING]
 )
 def test_full_graphs_write_the_same_tensors_as_eager_calls(name: str) -> None:
-    arguments, call = SERVING[name]
-    results = []
+    (arguments, call), results = SERVING[name], []
     with torch.inference_mode():
         for compiled in (False, True):
             work = Work(**arguments)
-            function: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
-            results.append([*(x for x in function(work, work.fused) if x is not None), *work.written()])
-    for got, expected in zip(results[1], results[0], strict=True):
-        assert torch.equal(got, expected)
+            outs = compiled_if(compiled, call)(work, work.fused)
+            results.append([*(x for x in outs if x is not None), *work.written()])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("sizes", [(13, 2, 40), pytest.param((13, 1, 2, 40, 7), marks=pytest.mark.slow)])

@@ -25,23 +25,20 @@ WAYS = ("reference", "auto", INTERPRETED)
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", ["exact", "hf"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_segments_with_a_nonzero_id_are_rotated(dtype: Any, precision: Any, way: Any) -> None:
+def test_only_segments_with_a_nonzero_id_are_rotated(precision: Any, way: Any) -> None:
     table = place(SegmentTable.from_documents([[Text(5), Grid(2, 3)]]), "flux")
     rotary = Rotary(16, allocation="axial", axes_dim=[4, 6, 6], pairing="adjacent", precision=precision)
-    q, k = (heads(11, count, 16, dtype, seed=count).to(DEVICE) for count in (4, 2))
-    for x, out in zip((q, k), apply_rotary(q, k, table, rotary, implementation=way), strict=True):
-        assert out is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        x = heads(11, 4, 16, dtype).to(DEVICE)
+        out, _ = apply_rotary(x, None, table, rotary, implementation=way)
         assert_same_bits(out[:6], x[:6])  # the first patch also has id 0
         assert (out[6:] != x[6:]).flatten(1).any(1).all()
 
 
 def ltx(channels: int) -> Rotary:
     rungs = channels // 6
-    axis = [-1] * (channels % 6 // 2) + [0, 1, 2] * rungs
-    return Rotary(
-        channels, allocation=axis, axes_dim=[2 * rungs] * 3, scaling=Linspace(math.pi / 2), pairing="adjacent"
-    )
+    layout: Any = {"allocation": [-1] * (channels % 6 // 2) + [0, 1, 2] * rungs, "axes_dim": [2 * rungs] * 3}
+    return Rotary(channels, scaling=Linspace(math.pi / 2), pairing="adjacent", **layout)
 
 
 def cut(rotary: Rotary, heads: int, pairing: Any = "adjacent") -> Rotary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import sqrt
 from typing import Any
 
@@ -164,34 +163,3 @@ def test_gradients_without_tokens_or_heads_are_zero() -> None:
             grads = torch.autograd.grad(out.sum(), (q, w))
             assert out.shape == grads[0].shape == q.shape
             assert torch.equal(grads[1], torch.zeros_like(w))
-
-
-# Norms of models.
-
-
-NORMS: dict[str, Callable[[], Any]] = {
-    "torch": lambda: torch.nn.RMSNorm(32, EPS),
-    "Qwen3": lambda: pytest.importorskip("transformers.models.qwen3.modeling_qwen3").Qwen3RMSNorm(32, EPS),
-    "Gemma 3": lambda: pytest.importorskip("transformers.models.gemma3.modeling_gemma3").Gemma3RMSNorm(32, EPS),
-}
-"""Models' own norms for 32 channels."""
-
-
-# Importing Transformers takes seconds.
-@pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Qwen3", "Gemma 3"))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_and_rotation_agree_with_model_norms_up_to_rounding(dtype: Any, name: str) -> None:
-    modeling = NORMS[name]().to(dtype).to(DEVICE)
-    with torch.no_grad():
-        modeling.weight.copy_(weight(32))
-    rotary, table = Rotary(32), packed("rope-tie")
-    q = device_heads(32, 4, 32, dtype)
-    with torch.no_grad():
-        want, _ = apply_rotary(modeling(q), None, table, rotary)
-        norm = Norm(modeling.weight, eps=EPS, offset=float(name == "Gemma 3"))
-        got, _ = apply_rotary(q, None, table, rotary, norm=norm)
-    # mmpos rounds once; the models may round after the norm, the product with the weight, and the rotation.
-    lengths = want.float().reshape(32, 4, 2, 16).norm(dim=2).repeat(1, 1, 2)
-    assert_within(got, want, (2 * RELATIVE + gamma(4, dtype)) * lengths)
-    if dtype == torch.bfloat16:
-        assert not torch.equal(got, want)

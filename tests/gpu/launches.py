@@ -70,6 +70,9 @@ TURNINGS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
     "theta": ("rope-tie", lambda dim: {"theta": 1e6}),
     "unrotated frames": ("mrope", lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}),
     "by head": ("mrope", lambda dim: {"allocation": "heads", "head_axes": BY_HEAD}),
+    "own frequencies": (
+        "rope-tie", lambda dim: {"allocation": [0, 1] * (dim // 4 * len(BY_HEAD)), "kv_heads": len(BY_HEAD)},
+    ),
     "by head, adjacent, half of a head": (
         "mrope",
         lambda dim: {"allocation": "heads", "head_axes": BY_HEAD, "pairing": "adjacent", "rotary_dim": dim // 2},
@@ -162,6 +165,7 @@ BASES: Mapping[str, Launch] = {
     "norm in place": Launch("rotate", norm="q", inplace=True, offset=1.0),
     "backward": Launch("backward"),
     "backward with norm after": Launch("backward", norm="qk", after=True),
+    "own frequencies": Launch("rotate", layer="by head", turning="own frequencies"),
     "backward by head": Launch("backward", layer="by head", turning="by head", norm="k"),
     "store without norm": Launch("store"),
     "store in place": Launch("store", inplace=True, return_k=True, slots="int32"),
@@ -213,7 +217,8 @@ def goes_together(launch: Launch) -> bool:
         return False
     return (
         rotary.axes == axes
-        and (rotary.head_axes is None) == (launch.layer != "by head")
+        and (rotary.own_heads > 0) == (launch.layer == "by head")
+        and (rotary.shares_ladder or launch.kind != "cached")
         and launch.tokens >= launch.documents
         and not (launch.start and (launch.turning, launch.form) != ("interleaved", "table"))
         and not (launch.value_dim and launch.cache != "NHD")

@@ -221,7 +221,7 @@ def goes_together(launch: Launch) -> bool:
         and (rotary.shares_ladder or launch.kind != "cached")
         and launch.tokens >= launch.documents
         and not (launch.start and (launch.turning, launch.form) != ("interleaved", "table"))
-        and not (launch.value_dim and launch.cache != "NHD")
+        and not (launch.value_dim and (launch.cache != "NHD" or launch.strides == "fused"))
         and not (launch.kind == "rotate" and launch.only == "q" and "k" in launch.norm)
         and not (launch.only == "weights" and not launch.norm)
     )

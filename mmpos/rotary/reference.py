@@ -357,7 +357,7 @@ NO_NORM = Norm()
 
 
 def check_norm(
-    q: Form, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: object, offset: object, after: object
+    q: Form, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: float, offset: float, after: bool
 ) -> tuple[float, float, bool]:
     """Check a norm against the forms of q and k; return eps, offset and after, as in ``NO_NORM`` without weights.
 

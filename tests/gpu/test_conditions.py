@@ -40,7 +40,7 @@ from mmpos_bench.cuda import capture
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("seed", "launch"), enumerate(LAUNCHES), ids=str)
+@pytest.mark.parametrize(("seed", "launch"), list(enumerate(LAUNCHES)), ids=str)
 def test_a_launch_agrees_with_the_reference(
     seed: int, launch: Launch, record_property: Callable[[str, object], None]
 ) -> None:

@@ -430,11 +430,11 @@ def test_layout_none_depends_on_the_number_of_dimensions_alone() -> None:
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
 def test_padded_tables_rotate_batches_and_keep_padding(scheme: str) -> None:
     for side in ("left", "right"):
-        rotary, table, q = Rotary(8), packed(scheme).pad(13, side), device_heads((3, 13), 2, 8)  # type: ignore[arg-type]
+        rotary, table, q = Rotary(8), packed(scheme).pad(13, side), device_heads((3, 13), 2, 8)
         want = one(q.flatten(0, 1), table, rotary).view_as(q)
         for positions in (table, dense(table), dense(table).view(2, 3, 13)):
             assert_same_bits(one(q, positions, rotary), want)
-        padding = torch.from_numpy(packed(scheme).padded(13, side)[1] == 0)  # type: ignore[arg-type]
+        padding = torch.from_numpy(packed(scheme).padded(13, side)[1] == 0)
         assert_same_bits(want[padding], q[padding])
 
 

@@ -123,6 +123,9 @@ WANT_V = "want torch.float32 on cpu with 3 as for k"
 WANT_ROWS = "want (max_position, 12), cos of all pairs of rotary, then sin"
 WANT_Q = "want a tensor of float32, bfloat16 or float16"
 
+BAD_EPS: list[Any] = [0.0, 1e-39, float("nan"), float("inf"), 1e39, 10**400, "1e-6"]
+BAD_OFFSETS: list[Any] = [float("inf"), -1e39, "1"]
+
 # Error messages, and the calls that raise them.
 REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "q: got head_dim 32, want 16 as in rotary": [calls(packed(head_dim=32))],
@@ -307,11 +310,11 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷": [
             partial(Norm, eps=eps), calls(packed(), norm=Norm()._replace(eps=eps))
         ]
-        for eps in (0.0, 1e-39, float("nan"), float("inf"), 1e39, 10**400, "1e-6")
+        for eps in BAD_EPS
     },
     **{
         f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷": [partial(Norm, offset=offset)]
-        for offset in (float("inf"), -1e39, "1")
+        for offset in BAD_OFFSETS
     },
 }  # fmt: skip
 

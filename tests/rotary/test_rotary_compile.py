@@ -54,7 +54,8 @@ def _fresh() -> Iterator[None]:
 
 
 def table(documents: int, text: int, images: int) -> PositionTable:
-    return place(SegmentTable.from_documents([[Text(2), *[Text(text), Grid(2, 3)] * images]] * documents))
+    parts: list[Text | Grid] = [Text(text), Grid(2, 3)]
+    return place(SegmentTable.from_documents([[Text(2), *parts * images]] * documents))
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -346,7 +347,7 @@ OFTEN = ("plain", "norm", "cos and sin", "in place", "store and return k", "stor
 def test_operators_pass_torchs_own_checks(name: str) -> None:
     for operator, (q, *rest) in operations_of(name).items():
         torch.library.opcheck(operator, (q, *rest))
-        if operator is operators.rotate:
+        if operator == operators.rotate:
             k, weight, *others = rest
             leaves = (x if x is None else x.detach().requires_grad_() for x in (q, k, weight))
             torch.library.opcheck(operator, (*leaves, *others))
@@ -439,7 +440,8 @@ def test_a_rotation_runs_one_operator_besides_views_and_copies_nothing() -> None
     qkv, work = heads(13, 1, 120).squeeze(-2).to(DEVICE), Work()
     options: Any = {"num_heads": 3, "num_kv_heads": 2, "head_dim": 12, "gate": True}
     (q, k, v, _), rotary = split_qkv(qkv, **options), Rotary(12, rotary_dim=8)
-    cache = Cache(*torch.zeros(2, 16, 2, 12, device=DEVICE), torch.arange(13, device=DEVICE))
+    keys, values = torch.zeros(2, 16, 2, 12, device=DEVICE)
+    cache = Cache(keys, values, work.slots)
     calls: dict[str, Callable[[], Any]] = {
         "rotate": lambda: apply_rotary(q, k, work.positions, rotary),
         "rotate_": lambda: apply_rotary(q, k, work.positions, rotary, inplace=True),

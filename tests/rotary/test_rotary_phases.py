@@ -154,7 +154,8 @@ def test_angles_are_wrapped_and_exact() -> None:
 
 def test_half_a_turn_is_minus_pi() -> None:
     turns_ = torch.tensor([0, 1 << 31, (1 << 31) - 1, TURN - 1])
-    assert angles_of_turns(turns_).tolist() == [0, *np.float32([-np.pi, np.pi, -2 * np.pi / TURN]).tolist()]
+    want = np.array([0, -np.pi, np.pi, -2 * np.pi / TURN], np.float32)
+    assert angles_of_turns(turns_).tolist() == want.tolist()
 
 
 def floors(ids: Ids) -> list[list[int]]:

@@ -329,7 +329,11 @@ class Norm(
         after: bool = False,
     ) -> Norm:  # fmt: skip
         """Check the numbers; the weights are checked with q and k."""
-        _check_numbers(eps, offset, after)
+        boolean("norm.after", after)
+        if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
+            raise InvalidInputError(f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
+        if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
+            raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
         return super().__new__(cls, q_weight, k_weight, eps, offset, after)
 
     @property
@@ -345,14 +349,6 @@ class Norm(
         ]
 
 
-def _check_numbers(eps: object, offset: object, after: object) -> None:
-    boolean("norm.after", after)
-    if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
-        raise InvalidInputError(f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
-    if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
-        raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
-
-
 NO_NORM = Norm()
 
 
@@ -365,7 +361,7 @@ def check_norm(
         InvalidInputError: a weight does not match q or k, or a number is out of range.
         UnsupportedError: a weight has a forward-mode tangent.
     """
-    _check_numbers(eps, offset, after)  # _replace does not
+    Norm(None, None, eps, offset, after)  # _replace checks nothing
     if k is NoneType and k_weight is not NoneType:
         raise InvalidInputError("norm.k_weight: got a weight without k, want None")
     weights = [(name, weight) for name, weight in (("q", q_weight), ("k", k_weight)) if weight is not NoneType]

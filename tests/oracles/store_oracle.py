@@ -50,58 +50,36 @@ def filled(*shape: int, dtype: torch.dtype) -> Tensor:
 Make = Callable[[int, int, int, int, torch.dtype], Held]
 
 
-def _apart(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    key, value = (filled(blocks, size, heads, dim, dtype=dtype) for _ in range(2))
-    return Held(key, value, (key, value), "NHD", size)
+def _made(layout: str, shapes: Callable[..., Sequence[Sequence[int]]], views: Callable[..., Sequence[Tensor]]) -> Make:
+    def make(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
+        whole = [filled(*shape, dtype=dtype) for shape in shapes(blocks, size, heads, dim)]
+        key, value = views(*whole)
+        return Held(key, value, whole, layout, size if key.dim() == 4 else 1)
+
+    return make
 
 
-def _apart_by_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    key, value = (filled(blocks, heads, size, dim, dtype=dtype) for _ in range(2))
-    return Held(key, value, (key, value), "HND", size)
-
-
-def _stacked(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    both = filled(2, blocks, size, heads, dim, dtype=dtype)
-    return Held(both[0], both[1], (both,), "NHD", size)
-
-
-def _by_page(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    both = filled(blocks, 2, size, heads, dim, dtype=dtype)
-    return Held(both[:, 0], both[:, 1], (both,), "NHD", size)
-
-
-def _by_page_and_head(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    both = filled(blocks, 2, heads, size, dim, dtype=dtype)
-    return Held(both[:, 0], both[:, 1], (both,), "HND", size)
-
-
-def _side_by_side(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    both = filled(blocks, heads, size, 2 * dim, dtype=dtype)
-    key, value = both.transpose(1, 2).split(dim, dim=-1)
-    return Held(key, value, (both,), "NHD", size)
-
-
-def _all_layers(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    every = filled(blocks, 3, heads, size, 2 * dim, dtype=dtype)
-    key, value = every[:, 1].split(dim, dim=-1)
-    return Held(key, value, (every,), "HND", size)
-
-
-def _pool(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-    key, value = (filled(blocks * size, heads, dim, dtype=dtype) for _ in range(2))
-    return Held(key, value, (key, value), "NHD", 1)
+def _apart(key: Tensor, value: Tensor) -> Sequence[Tensor]:
+    return key, value
 
 
 CACHES: Mapping[str, Make] = {
-    "NHD": _apart,
-    "HND": _apart_by_head,
-    "k and v stacked": _stacked,  # vLLM before 0.33
-    "k and v by page": _by_page,  # FlashInfer NHD
-    "k and v by page, HND": _by_page_and_head,  # FlashInfer HND
-    "k and v side by side": _side_by_side,  # vLLM 0.33
-    "all layers in a block": _all_layers,  # vLLM 0.33 for transfers
-    "a pool of slots": _pool,  # SGLang
+    "NHD": _made("NHD", lambda b, s, h, d: [(b, s, h, d)] * 2, _apart),
+    "HND": _made("HND", lambda b, s, h, d: [(b, h, s, d)] * 2, _apart),
+    # vLLM before 0.33
+    "k and v stacked": _made("NHD", lambda b, s, h, d: [(2, b, s, h, d)], lambda x: (x[0], x[1])),
+    # FlashInfer
+    "k and v by page": _made("NHD", lambda b, s, h, d: [(b, 2, s, h, d)], lambda x: (x[:, 0], x[:, 1])),
+    "k and v by page, HND": _made("HND", lambda b, s, h, d: [(b, 2, h, s, d)], lambda x: (x[:, 0], x[:, 1])),
+    # vLLM 0.33, and for transfers
+    "k and v side by side": _made(
+        "NHD", lambda b, s, h, d: [(b, h, s, 2 * d)], lambda x: x.transpose(1, 2).chunk(2, -1)
+    ),
+    "all layers in a block": _made("HND", lambda b, s, h, d: [(b, 3, h, s, 2 * d)], lambda x: x[:, 1].chunk(2, -1)),
+    # SGLang
+    "a pool of slots": _made("NHD", lambda b, s, h, d: [(b * s, h, d)] * 2, _apart),
 }
+"""Caches by the functions that give the shapes of their tensors, and the views of k and v."""
 
 
 def write(cache: Held, k: Tensor, v: Tensor, slots: Sequence[int]) -> None:

@@ -251,7 +251,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "v: got shape (12, 2, 12), want (13, 2, 12) as for k, except for head_dim": [stores(v=heads(12, 2, 12))],
     "cache.layout: got 'NDH', want one of 'NHD', 'HND'": [stores(cache_layout="NDH")],
     "key_cache: got NoneType, want a tensor of torch.float32 as for k": [stores(key_cache=None)],
-    "value_cache: got torch.bfloat16, want torch.float32 as for v":
+    "value_cache: got torch.bfloat16, want a tensor of torch.float32 as for v":
         [stores(value_cache=zeros(4, 16, 2, 12, dtype=torch.bfloat16))],
     "key_cache: got a tensor on meta, want cpu as for k": [stores(key_cache=torch.empty(4, 16, 2, 12, device="meta"))],
     f"key_cache: got shape (4, 2, 16, 12), {WANT_NHD}": [stores(key_cache=BY_HEAD)],

@@ -253,13 +253,12 @@ def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, 
     Raises:
         InvalidInputError: the width does not match the heads.
     """
-    if not isinstance(qkv, Tensor):
-        raise InvalidInputError(f"qkv: got {type(qkv).__name__}, want a tensor")
+    if not isinstance(form := form_of(qkv), Form):
+        raise InvalidInputError(f"qkv: got {form.__name__}, want a tensor")
     if qkv.dim() not in (2, 3):
         raise InvalidInputError(f"qkv: got shape {tuple(qkv.shape)}, want (tokens, width) or (batch, seq, width)")
-    integer("num_heads", num_heads, minimum=1)
-    integer("num_kv_heads", num_kv_heads, minimum=1)
-    integer("head_dim", head_dim, minimum=1)
+    for name, count in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        integer(name, count, minimum=1)
     parts = 2 if boolean("gate", gate) else 1
     sizes = [num_heads * parts * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     if qkv.shape[-1] != sum(sizes):
@@ -270,9 +269,7 @@ def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, 
             f"+ 2·{num_kv_heads} num_kv_heads)·{head_dim} head_dim{hint}"
         )
     q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in qkv.split(sizes, dim=-1))
-    if not gate:
-        return QKV(q, k, v, None)
-    return QKV(q[..., 0::2, :], k, v, q[..., 1::2, :])
+    return QKV(q[..., 0::2, :], k, v, q[..., 1::2, :]) if gate else QKV(q, k, v, None)
 
 
 def cos_sin(
@@ -312,8 +309,7 @@ def cos_sin(
     cos, sin = _per_channel(cos, rotary), _per_channel(sin, rotary)
     if layout == "torchtitan":
         return ids.as_rows(torch.cat((cos, sin), dim=-1))
-    batched = len(ids.shape) == 2
-    cos, sin = (ids.as_rows(x) if batched else x.unsqueeze(0) for x in (cos, sin))
+    cos, sin = (ids.as_rows(x) if len(ids.shape) == 2 else x.unsqueeze(0) for x in (cos, sin))
     return (cos, sin) if not rotary.own_heads else (cos.transpose(1, 2), sin.transpose(1, 2))
 
 
@@ -340,8 +336,7 @@ def angles(rotary: Rotary, positions: Positions, device: torch.device | str | No
     ids = _ids_for_tables(rotary, positions, device)
     rotation, fixed = rotation_of(ids, rotary), reference.fixed_ids(ids.tensor, ids.mode, ids.tokens)
     turns = reference.turns(fixed, rotation.pair_axis.to(torch.int64), rotation.frequencies)
-    wrapped = reference.angles_of_turns(turns)
-    rows = ids.as_rows(_per_channel(wrapped, rotary))
+    rows = ids.as_rows(_per_channel(reference.angles_of_turns(turns), rotary))
     return rows.unsqueeze(1).unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1).unsqueeze(2)
 
 
@@ -396,7 +391,7 @@ def _prepared(
         cache = cache_of(cos_sin, rotary, positions, ids, validate)
         rotation = rotation._replace(frequencies=cache, attention_factor=1.0)
     q_weight, k_weight = (None if weight is None else weight.contiguous() for weight in (q_weight, k_weight))
-    return views, Norm(q_weight, k_weight, *numbers), rotation, graded
+    return views, Norm._make((q_weight, k_weight, *numbers)), rotation, graded
 
 
 @checked_once

@@ -68,13 +68,16 @@ class Form(NamedTuple):
 
 
 def form_of(x: object) -> Form | type:
-    """Return the form of a tensor, or the type of any other object."""
-    if not isinstance(x, Tensor):
-        return type(x)
+    """Return the form of a tensor, or the type of any other object, such as a tensor without strides."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return _SPARSE if isinstance(x, Tensor) else type(x)
     graded = x.requires_grad and torch.is_grad_enabled()
     # Without a level, no tensor has a forward-mode gradient, and unpacking takes longer than the other fields.
     level = not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", 0) >= 0
     return Form(x.dtype, x.shape, x.stride(), x.device, graded, level and has_tangent(x))
+
+
+_SPARSE = type("SparseTensor", (), {})
 
 
 def got(form: Form | type) -> object:

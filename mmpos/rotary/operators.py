@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from mmpos.rotary import cpu, paged, reference
 from mmpos.rotary.memory import is_plain, mark_written
@@ -62,7 +61,7 @@ def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
 
 def _rotation_and_norm(arguments: Sequence[Any]) -> tuple[RotationArguments, Norm]:
     count = len(NO_NORM)
-    return RotationArguments(*arguments[count:]), Norm(*arguments[:count])
+    return RotationArguments(*arguments[count:]), Norm._make(arguments[:count])
 
 
 def rotate_into(
@@ -129,7 +128,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
-    norm, rotation = Norm(q_weight, k_weight, *ctx.norm), RotationArguments(*tensors, *ctx.rotation)
+    norm, rotation = Norm._make((q_weight, k_weight, *ctx.norm)), RotationArguments(*tensors, *ctx.rotation)
     wanted = list(ctx.needs_input_grad[:4])
     # A tensor whose gradients are not wanted is passed with 0 heads.
     kept = [x if wanted[i] or wanted[2 + i] else None if x is None else x[:, :, :0] for i, x in enumerate((q, k))]
@@ -235,7 +234,7 @@ def _fake_in_place(*_: Any) -> None:
 _LIBRARY = torch.library.Library("mmpos", "FRAGMENT")
 
 
-def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload[..., Any]:
+def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Register a function as the torch operator ``torch.ops.mmpos.<name>`` and return the operator.
 
     Args:
@@ -247,15 +246,15 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
     _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     _LIBRARY.impl(name, _outside_of_graphs(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"mmpos::{name}", fake, lib=_LIBRARY)
-    operator: OpOverload[..., Any] = getattr(torch.ops.mmpos, name).default
+    operator: Callable[..., Any] = getattr(torch.ops.mmpos, name).default
     _FUNCTIONS[operator] = function
     return operator
 
 
-_FUNCTIONS: dict[OpOverload[..., Any], Callable[..., Any]] = {}
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def call(operator: OpOverload[..., Any], *arguments: Any) -> Any:
+def call(operator: Callable[..., Any], *arguments: Any) -> Any:
     """Call an operator, or its function directly if torch's dispatcher is not needed."""
     plain = is_plain(*[x for x in arguments if isinstance(x, Tensor)])
     return (_FUNCTIONS[operator] if plain else operator)(*arguments)

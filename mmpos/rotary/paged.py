@@ -45,8 +45,7 @@ def pages_of(cache: Cache, k: Tensor, v: Tensor) -> list[Tensor]:
     """View the caches of (batch, seq, heads, head_dim) k and v as (blocks, block_size, heads, head_dim)."""
     both = instance("cache", cache, Cache, "mmpos.rotary.Cache")[:2]
     _check_caches(*[form_of(x) for x in (*both, k, v)], cache.layout)
-    heads_first = cache.layout == "HND"
-    return [x.unsqueeze(1) if x.dim() == 3 else x.transpose(1, 2) if heads_first else x for x in both]
+    return [x.unsqueeze(1) if x.dim() == 3 else x.transpose(1, 2) if cache.layout == "HND" else x for x in both]
 
 
 @checked_once
@@ -54,11 +53,9 @@ def _check_caches(keys: Form | type, values: Form | type, k: Form, v: Form, layo
     one_of("cache.layout", layout, ("NHD", "HND"))
     slots = []
     for like, x, form in (("k", k, keys), ("v", v, values)):
-        name, want = "key_cache" if like == "k" else "value_cache", f"{x.dtype} as for {like}"
+        name = "key_cache" if like == "k" else "value_cache"
         if not isinstance(form, Form) or form.dtype != x.dtype:
-            raise InvalidInputError(
-                f"{name}: got {got(form)}, want {'' if isinstance(form, Form) else 'a tensor of '}{want}"
-            )
+            raise InvalidInputError(f"{name}: got {got(form)}, want a tensor of {x.dtype} as for {like}")
         if form.device != x.device:
             raise InvalidInputError(f"{name}: got a tensor on {form.device}, want {x.device} as for {like}")
         slots.append(check_pages(name, form, layout, *x.shape[2:]))
@@ -156,8 +153,6 @@ def write(caches: Sequence[Tensor], tensors: Sequence[Tensor], slots: Tensor) ->
         slots: (n,) slots of the first n tokens: block · block_size + offset.
     """
     capacity, size = _capacity(caches[0]), caches[0].shape[1]
-    if not slots.shape[0]:
-        return
     kept = (slots >= 0) & (slots < capacity)  # unlike a kernel, indexing with a mask waits for the device
     places = slots[kept] // size, slots[kept] % size
     for cache, x in zip(caches, tensors, strict=True):

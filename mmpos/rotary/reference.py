@@ -301,7 +301,12 @@ LARGEST = 2.0**127
 """Largest power of two in float32: larger values may overflow to infinity, and infinity times 0 is NaN."""
 
 
-class Norm(NamedTuple):
+class Norm(
+    NamedTuple(
+        "Norm",
+        [("q_weight", Tensor | None), ("k_weight", Tensor | None), ("eps", float), ("offset", float), ("after", bool)],
+    )
+):
     """RMSNorm of each head: x / √(mean(x²) + eps) · (weight + offset), over all its channels.
 
     Source: arXiv 1910.07467 (RMSNorm).
@@ -312,13 +317,24 @@ class Norm(NamedTuple):
         eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
         offset: added to the weights; 1.0 for Gemma, which stores the factor minus 1.0.
         after: whether to normalise after the rotation instead of before it.
+
+    Raises:
+        InvalidInputError: eps, offset or after is invalid.
     """
 
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    eps: float = 1e-6
-    offset: float = 0.0
-    after: bool = False
+    __slots__ = ()
+
+    def __new__(
+        cls, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
+        after: bool = False,
+    ) -> Norm:  # fmt: skip
+        """Check the numbers; the weights are checked with q and k."""
+        boolean("norm.after", after)
+        if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
+            raise InvalidInputError(f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
+        if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
+            raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
+        return super().__new__(cls, q_weight, k_weight, eps, offset, after)
 
     @property
     def is_none(self) -> bool:
@@ -337,7 +353,7 @@ NO_NORM = Norm()
 
 
 def check_norm(
-    q: Form, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: object, offset: object, after: object
+    q: Form, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: float, offset: float, after: bool
 ) -> tuple[float, float, bool]:
     """Check a norm against the forms of q and k; return eps, offset and after, as in ``NO_NORM`` without weights.
 
@@ -345,11 +361,7 @@ def check_norm(
         InvalidInputError: a weight does not match q or k, or a number is out of range.
         UnsupportedError: a weight has a forward-mode tangent.
     """
-    boolean("norm.after", after)
-    if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
-        raise InvalidInputError(f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
-    if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
-        raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
+    Norm(None, None, eps, offset, after)  # _replace checks nothing
     if k is NoneType and k_weight is not NoneType:
         raise InvalidInputError("norm.k_weight: got a weight without k, want None")
     weights = [(name, weight) for name, weight in (("q", q_weight), ("k", k_weight)) if weight is not NoneType]
@@ -366,16 +378,12 @@ def check_norm(
 
 def rotate_all(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM
-) -> bool:  # fmt: skip
-    """Normalise and rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k.
-
-    ``cpu.rotate`` and ``kernel.launch_rotate`` do the same; they return False if they do not support the tensors.
-    """
+) -> None:  # fmt: skip
+    """Normalise and rotate q and k, (batch, seq, heads, head_dim), into q_out and k_out, which may be q and k."""
     if q.shape[0] * q.shape[1]:
         heads_of = head_rotation_of(rotation, *q.shape[:2])
         for x, out, weight in zip((q, k), (q_out, k_out), norm.factors(), strict=True):
             rotate(x, out, heads_of, rotation.num_pairs, norm, weight)
-    return True
 
 
 HeadRotation: TypeAlias = Callable[[Tensor], Tensor]

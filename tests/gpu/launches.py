@@ -1,14 +1,15 @@
-"""Table of all kinds of launches, each compared with the reference: full size on a GPU, toy size elsewhere.
+"""Launches of every kind, drawn from all combinations of options, each compared with the reference.
 
-To add a kind, add a function that takes a scene to `KINDS`, its options to `Launch`, and lines to `LAUNCHES`.
+They have full size on a GPU, and toy size elsewhere. To add a kind, add a function that takes a scene to `KINDS`, its
+options to `Launch` and `OPTIONS`, and a line to `BASES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from math import inf, sqrt
+from random import Random
 from typing import Any, Literal
 
 import torch
@@ -16,8 +17,9 @@ from store_oracle import CACHES, Held, bits, filled
 from tolerance import ARITHMETIC, INTERPRETED, cos_sin, gamma, unit
 from torch import Tensor
 
-from mmpos import Grid, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rerotate, rotate_and_store
+from mmpos.support.cached import cached_property
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -48,41 +50,35 @@ LAYERS: Mapping[str, tuple[int, int, int]] = {
 """The numbers of q heads, k heads, and channels per head."""
 
 
-@dataclass(frozen=True)
-class Turning:
-    """The arguments of a Rotary as a function of head_dim, and the scheme of its ids."""
-
-    options: Callable[[int], Mapping[str, Any]] = lambda dim: {}
-    scheme: str = "rope-tie"
-
-
-TURNINGS: Mapping[str, Turning] = {
-    "interleaved": Turning(),
-    "adjacent": Turning(lambda dim: {"pairing": "adjacent"}),
-    "half of a head": Turning(lambda dim: {"rotary_dim": dim // 2}),
-    "a quarter of a head, adjacent": Turning(lambda dim: {"rotary_dim": dim // 4, "pairing": "adjacent"}),
-    "four channels": Turning(lambda dim: {"rotary_dim": 4}),
-    "axial": Turning(lambda dim: {"allocation": "axial"}),
-    "flux": Turning(
-        lambda dim: {"allocation": "axial", "axes_dim": [dim // 4, 3 * dim // 8, 3 * dim // 8], "pairing": "adjacent"},
+TURNINGS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
+    "interleaved": ("rope-tie", lambda dim: {}),
+    "adjacent": ("rope-tie", lambda dim: {"pairing": "adjacent"}),
+    "half of a head": ("rope-tie", lambda dim: {"rotary_dim": dim // 2}),
+    "a quarter of a head, adjacent": ("rope-tie", lambda dim: {"rotary_dim": dim // 4, "pairing": "adjacent"}),
+    "four channels": ("rope-tie", lambda dim: {"rotary_dim": 4}),
+    "axial": ("rope-tie", lambda dim: {"allocation": "axial"}),
+    "flux": (
         "flux",
+        lambda dim: {"allocation": "axial", "axes_dim": [dim // 4, *[3 * dim // 8] * 2], "pairing": "adjacent"},
     ),
-    "sections": Turning(
-        lambda dim: {"allocation": "sections", "mrope_section": [dim // 8, 3 * dim // 16, 3 * dim // 16]}, "mrope"
+    "sections": (
+        "mrope", lambda dim: {"allocation": "sections", "mrope_section": [dim // 8, *[3 * dim // 16] * 2]},
     ),
-    "one axis": Turning(lambda dim: {"axes": 1}, "flatten"),
-    "as Transformers": Turning(lambda dim: {"precision": "hf"}),
-    "YaRN": Turning(lambda dim: {"scaling": YaRN(4.0, 32768)}),
-    "theta": Turning(lambda dim: {"theta": 1e6}),
-    "unrotated frames": Turning(lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}, "mrope"),
-    "by head": Turning(lambda dim: {"allocation": "heads", "head_axes": BY_HEAD}, "mrope"),
-    "by head, adjacent, half of a head": Turning(
-        lambda dim: {"allocation": "heads", "head_axes": BY_HEAD, "pairing": "adjacent", "rotary_dim": dim // 2},
+    "one axis": ("flatten", lambda dim: {"axes": 1}),
+    "as Transformers": ("rope-tie", lambda dim: {"precision": "hf"}),
+    "YaRN": ("rope-tie", lambda dim: {"scaling": YaRN(4.0, 32768)}),
+    "theta": ("rope-tie", lambda dim: {"theta": 1e6}),
+    "unrotated frames": ("mrope", lambda dim: {"allocation": [1, 2] * (3 * dim // 16) + [-1] * (dim // 8)}),
+    "by head": ("mrope", lambda dim: {"allocation": "heads", "head_axes": BY_HEAD}),
+    "own frequencies": (
+        "rope-tie", lambda dim: {"allocation": [0, 1] * (dim // 4 * len(BY_HEAD)), "kv_heads": len(BY_HEAD)},
+    ),
+    "by head, adjacent, half of a head": (
         "mrope",
+        lambda dim: {"allocation": "heads", "head_axes": BY_HEAD, "pairing": "adjacent", "rotary_dim": dim // 2},
     ),
-}
-
-FOR_HEADS = [name for name in TURNINGS if "by head" in name]
+}  # fmt: skip
+"""The scheme of the ids, and the arguments of a Rotary as a function of head_dim."""
 
 FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
     "table": lambda table: DevicePositions.from_table(table, DEVICE),
@@ -151,112 +147,97 @@ class Launch:
         return " ".join(words)
 
 
-def launches(kind: str, **options: Iterable[Any] | Any) -> Iterator[Launch]:
-    """Yield a launch for each combination of the options given as lists."""
-    choices = [value if isinstance(value, list) else [value] for value in options.values()]
-    for values in product(*choices):
-        yield Launch(kind, **dict(zip(options, values, strict=True)))
-
-
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
-ROTATE = [
-    *launches("rotate", tokens=[1, 2, 3, 15, 16, FEW, SOME, MANY, sized(40_000, 40)]),
-    *launches("rotate", dtype=[F16, F32]),
-    *launches("rotate", layer="72B", tokens=[FEW, MANY]),
-    *launches("rotate", layer="vision", turning="axial", tokens=[FEW, MANY], dtype=[BF16, F32]),
-    *launches("rotate", turning="adjacent", dtype=[BF16, F16, F32], tokens=[FEW, SOME]),
-    *launches("rotate", form=["int32", "int64", "float64", "fractions", "capacity", "host"], dtype=[BF16, F32]),
-    *launches("rotate", form="fractions", turning="adjacent"),
-    *launches("rotate", turning=[name for name in TURNINGS if name not in FOR_HEADS], dtype=[BF16, F32]),
-    *launches("rotate", turning="half of a head", inplace=True, tokens=[FEW, SOME]),
-    *launches("rotate", turning="sections", form="int32"),
-    *launches("rotate", layout=["bshd", "bhsd"], documents=3, dtype=[BF16, F32]),
-    *launches("rotate", inplace=True, tokens=[FEW, SOME, MANY], turning=["interleaved", "adjacent"]),
-    *launches("rotate", conjugate=True, form=["table", "fractions"], dtype=[BF16, F32]),
-    *launches("rotate", strides=["fused", *STRIDES], dtype=[BF16, F32], inplace=[False, True]),
-    *launches("rotate", strides="misaligned", tokens=FEW),
-    *launches("rotate", only="q", inplace=[False, True]),
-    *launches("rotate", layer=[name for name in LAYERS if "of" in name and name != "heads of 2"], dtype=F32),
-    *launches("rotate", layer="heads of 2", dtype=F32, turning="one axis"),
-    *launches("rotate", start=[-(2**31), 2**31 - 200_000], dtype=F32, form=["table", "int32"]),
-    *launches("rotate", layer="by head", turning=FOR_HEADS, tokens=[1, FEW, SOME, MANY]),
-    *launches("rotate", layer="by head", turning="by head", form=["int32", "capacity"], dtype=F32, conjugate=True),
-    *launches("rotate", layer="by head", turning="by head", norm="qk", dtype=[BF16, F32], inplace=[False, True]),
-    *launches("rotate", tokens=sized(8192, 32), documents=[sized(n, m) for n, m in ((64, 4), (512, 8), (4096, 16))]),
-]
+BASES: Mapping[str, Launch] = {
+    "rotate": Launch("rotate"),
+    "backward with norm": Launch("backward", norm="qk"),
+    "store": Launch("store", norm="qk", return_k=True),
+    "rerotate": Launch("rerotate"),
+    "dense": Launch("dense"),
+    "rotate in place": Launch("rotate", inplace=True),
+    "rotate as Transformers": Launch("rotate", turning="as Transformers"),
+    "rotate by cos and sin": Launch("cached"),
+    "rotate by head": Launch("rotate", layer="by head", turning="by head"),
+    "rotate far away": Launch("rotate", dtype=F32, start=2**31 - 200_000),
+    "norm": Launch("rotate", norm="qk"),
+    "norm after": Launch("rotate", norm="qk", after=True),
+    "norm in place": Launch("rotate", norm="q", inplace=True, offset=1.0),
+    "backward": Launch("backward"),
+    "backward with norm after": Launch("backward", norm="qk", after=True),
+    "own frequencies": Launch("rotate", layer="by head", turning="own frequencies"),
+    "backward by head": Launch("backward", layer="by head", turning="by head", norm="k"),
+    "store without norm": Launch("store"),
+    "store in place": Launch("store", inplace=True, return_k=True, slots="int32"),
+    "rerotate other caches": Launch("rerotate", cache="HND", slots="int32"),
+}
+"""Kinds of launches; the first five use every kernel."""
 
-NORM = [
-    *launches("rotate", norm="qk", after=[False, True], tokens=[1, FEW, SOME, MANY]),
-    *launches("rotate", norm=["q", "k"], after=[False, True], dtype=[BF16, F32]),
-    *launches("rotate", norm="qk", after=[False, True], dtype=[F16, F32], turning=["interleaved", "adjacent", "YaRN"]),
-    *launches("rotate", norm="qk", after=[False, True], dtype=[F16, F32], turning="half of a head"),
-    *launches("rotate", norm="qk", offset=1.0, dtype=[BF16, F32]),
-    *launches("rotate", norm="qk", weights=F32),
-    *launches("rotate", norm="qk", inplace=True, tokens=[FEW, SOME], turning=["interleaved", "four channels"]),
-    *launches("rotate", norm="qk", after=[False, True], layer="vision", turning="axial", inplace=[False, True]),
-    *launches("rotate", norm="qk", layer="vision", turning="axial", dtype=F32),
-    *launches("rotate", norm="qk", layer="FLUX", turning="flux", tokens=[FEW, MANY], inplace=[False, True]),
-    *launches("rotate", norm="qk", form="fractions"),
-    *launches("rotate", norm="qk", strides=["fused", *STRIDES], inplace=True),
-    *launches("rotate", norm="qk", conjugate=True, dtype=F32, turning=["YaRN", "sections"]),
-    *launches("rotate", norm="qk", layout=["bshd", "bhsd"], documents=3, dtype=[BF16, F32]),
-    *launches("rotate", norm="qk", after=[False, True], dtype=F32, layer=["heads of 6", "heads of 96"]),
-    *launches("rotate", norm="qk", after=[False, True], dtype=F32, layer="heads of 2", turning="one axis"),
-    *launches("rotate", norm="qk", after=True, dtype=F32, layer="by head", turning=FOR_HEADS),
-]
+COMMON: Mapping[str, list[Any]] = {
+    "tokens": [1, 2, 3, 15, 16, FEW, SOME, MANY],
+    "layer": list(LAYERS),
+    "dtype": [F16, BF16, F32],
+    "turning": list(TURNINGS),
+    "form": list(FORMS),
+    "strides": ["contiguous", "fused", "fused", *STRIDES],
+}
+LAYOUTS: Mapping[str, list[Any]] = {
+    "layout": ["thd", "thd", "bshd", "bhsd"],
+    "documents": [1, 3],
+    "conjugate": [False, True],
+}
+PAGES: Mapping[str, list[Any]] = {"cache": list(CACHES), "page": [16, 1, 24], "slots": ["int64", "int32", "none"]}
+NORMS: Mapping[str, list[Any]] = {"norm": ["", "q", "k", "qk"], "weights": [None, F32]}
+OPTIONS: Mapping[str, Mapping[str, list[Any]]] = {
+    "rotate": {**LAYOUTS, **NORMS, "only": ["", "", "q"]},
+    "backward": {**LAYOUTS, **NORMS, "only": ["", "", "q", "k", "weights"], "conjugate": [False]},
+    "store": {**PAGES, **NORMS, "slots": ["int64", "int32", "short", "none"], "value_dim": [None, None, sized(64, 8)]},
+    "rerotate": PAGES,
+    "cached": {"form": ["table", "capacity", "host", "int32", "int64"]},
+    "dense": {"form": ["table", "capacity", "fractions"]},
+}
+"""The values of options that a kind draws from, besides or instead of the common ones."""
 
-BACKWARD = [
-    *launches("backward", dtype=[F16, BF16, F32]),
-    *launches("backward", turning=["adjacent", "half of a head"], dtype=[BF16, F32]),
-    *launches("backward", layout=["bshd", "bhsd"], documents=3),
-    *launches("backward", only=["q", "k"]),
-    *launches("backward", norm=["q", "k", "qk"], dtype=F32, only=["", "q", "k", "weights"]),
-    *launches("backward", norm="qk", tokens=[1, FEW, SOME, MANY]),
-    *launches("backward", norm="qk", dtype=F32, turning=["adjacent", "half of a head", "four channels"]),
-    *launches("backward", norm="qk", dtype=F32, layer="vision", turning="axial"),
-    *launches("backward", norm="qk", dtype=F32, after=True, turning="YaRN", only=["", "q", "k", "weights"]),
-    *launches("backward", norm=["q", "k"], dtype=F32, after=True, turning="half of a head"),
-    *launches("backward", norm="qk", dtype=F32, offset=1.0, strides="fused"),
-    *launches("backward", turning="unrotated frames", dtype=F32),
-    *launches("backward", layer="by head", turning=FOR_HEADS, dtype=F32),
-    *launches("backward", layer="by head", turning=FOR_HEADS, norm="qk", after=[False, True], dtype=F32),
-]
 
-STORE = [
-    *launches("store", tokens=[1, FEW, SOME, MANY]),
-    *launches("store", cache=list(CACHES)),
-    *launches("store", norm="qk", tokens=[1, FEW, SOME], inplace=[False, True]),
-    *launches("store", return_k=True, inplace=[False, True], norm=["", "qk"]),
-    *launches("store", dtype=[F16, F32]),
-    *launches("store", slots=["int32", "short", "none"]),
-    *launches("store", turning=["adjacent", "half of a head"], norm=["", "qk"]),
-    *launches("store", form=["int32", "fractions"]),
-    *launches("store", strides=["fused", *STRIDES]),
-    *launches("store", page=[1, 24]),
-    *launches("store", value_dim=sized(64, 8)),
-    *launches("store", layer="by head", turning="by head", norm=["", "qk"], return_k=True),
-    *launches("store", cache="k and v side by side", norm="qk", return_k=True, layer="72B"),
-]
+def drawn(base: Launch, draw: Random) -> Launch:
+    """Draw about half of a launch's options, such that they go together."""
+    options = {**COMMON, **OPTIONS[base.kind]}
+    changes = {name: draw.choice(values) for name, values in options.items() if draw.random() < 0.5}
+    launch = replace(base, **changes)
+    return launch if goes_together(launch) else drawn(base, draw)
 
-REROTATE = [
-    *launches("rerotate", tokens=[1, FEW, SOME, MANY]),
-    *launches("rerotate", cache=list(CACHES)),
-    *launches("rerotate", dtype=[F16, F32], turning=["interleaved", "adjacent", "half of a head"]),
-    *launches("rerotate", form=["int32", "fractions"], slots=["int64", "int32", "none"]),
-    *launches("rerotate", layer="vision", turning="axial"),
-    *launches("rerotate", layer="by head", turning=FOR_HEADS),
-]
 
-CACHED = [
-    *launches("cached", tokens=[1, FEW, SOME, MANY]),
-    *launches("cached", dtype=[F16, F32], turning=["adjacent", "half of a head", "sections"]),
-    *launches("cached", layer="heads of 96", dtype=F32, form=["int32", "host"]),
-]
+def goes_together(launch: Launch) -> bool:
+    """Return whether the options of a launch form a valid call."""
+    scheme, options = TURNINGS[launch.turning]
+    axes, dim = 2 if launch.form == "fractions" else SCHEMES[scheme], LAYERS[launch.layer][2]
+    try:
+        rotary = Rotary(dim, **{"axes": axes, **options(dim)})
+    except InvalidInputError:  # too few channels
+        return False
+    return (
+        rotary.axes == axes
+        and (rotary.own_heads > 0) == (launch.layer == "by head")
+        and (rotary.shares_ladder or launch.kind != "cached")
+        and launch.tokens >= launch.documents
+        and not (launch.start and (launch.turning, launch.form) != ("interleaved", "table"))
+        and not (launch.value_dim and (launch.cache != "NHD" or launch.strides == "fused"))
+        and not (launch.kind == "rotate" and launch.only == "q" and "k" in launch.norm)
+        and not (launch.only == "weights" and not launch.norm)
+    )
 
-DENSE = [*launches("dense", tokens=[1, FEW, SOME, MANY], form=["table", "capacity", "fractions"])]
 
-LAUNCHES = list(dict.fromkeys([*ROTATE, *NORM, *BACKWARD, *STORE, *REROTATE, *CACHED, *DENSE]))
+SCHEMES = {"rope-tie": 2, "flux": 3, "mrope": 3, "flatten": 1}
+"""The axes of schemes."""
+
+
+def sample(seed: int, count: int) -> list[Launch]:
+    """Draw launches, equally many of each kind."""
+    draw, bases = Random(seed), list(BASES.values())
+    return [drawn(bases[i % len(bases)], draw) for i in range(count)]
+
+
+LAUNCHES = sample(1, sized(400, 57))
 
 
 # Inputs.
@@ -285,14 +266,14 @@ class Scene:
     """Tensors and positions of a launch."""
 
     def __init__(self, launch: Launch, seed: int = 0) -> None:
-        turning = TURNINGS[launch.turning]
+        scheme, options = TURNINGS[launch.turning]
         count = launch.documents
-        self.scheme = "rope-tie-fractional" if launch.form == "fractions" else turning.scheme
+        self.scheme = "rope-tie-fractional" if launch.form == "fractions" else scheme
         self.launch = replace(launch, tokens=launch.tokens - launch.tokens % count)
         self.table = placed(self.launch.tokens, self.scheme, count, launch.start)
         self.positions = FORMS[launch.form](self.table)
         q_heads, k_heads, dim = LAYERS[launch.layer]
-        self.rotary = Rotary(dim, **{"axes": self.table.axes, **turning.options(dim)})
+        self.rotary = Rotary(dim, **{"axes": self.table.axes, **options(dim)})
         shapes = (q_heads, dim), (k_heads, dim), (k_heads, launch.value_dim or dim)
         tensors = [normal(self.launch.tokens, *s, seed=seed + i, dtype=launch.dtype) for i, s in enumerate(shapes)]
         if launch.strides == "fused":
@@ -341,31 +322,43 @@ class Scene:
         rows = x.unflatten(0, (self.launch.documents, -1))
         return rows.transpose(1, 2) if self.launch.layout == "bhsd" else rows
 
-    def cache(self) -> tuple[Held, Tensor]:
-        """Return a cache without contents, and a slot for most tokens."""
+    @cached_property
+    def slots(self) -> Tensor:
+        """Slots in random order, some of them missing; "short": fewer slots than tokens; "none": no valid slots."""
+        launch = self.launch
+        order = torch.randperm(self.blocks * launch.page, generator=torch.Generator().manual_seed(launch.tokens))
+        order = order[: launch.tokens // (2 if launch.slots == "short" else 1)]
+        order[:: 1 if launch.slots == "none" else max(2, launch.tokens // 7)] = -1
+        return order.to(DEVICE, torch.int32 if launch.slots == "int32" else torch.int64)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a cache with room for all tokens."""
+        return -(-self.launch.tokens // self.launch.page) + 3
+
+    @cached_property
+    def held(self) -> Held:
+        """A cache without contents, or with the keys of the tokens if they are to be rerotated."""
         launch, (_, heads, dim) = self.launch, self.k.shape
-        blocks = -(-launch.tokens // launch.page) + 3
-        held = CACHES[launch.cache](blocks, launch.page, heads, dim, launch.dtype)
+        held = CACHES[launch.cache](self.blocks, launch.page, heads, dim, launch.dtype)
         if launch.value_dim:
-            values = filled(blocks, launch.page, heads, launch.value_dim, dtype=launch.dtype)
+            values = filled(self.blocks, launch.page, heads, launch.value_dim, dtype=launch.dtype)
             held = Held(held.key, values, (held.key, values), "NHD", launch.page)
-        return held, _slots(launch, blocks * launch.page)
+        for token, slot in enumerate(self.slots.tolist() if launch.kind == "rerotate" else []):
+            if slot >= 0:
+                held.at(held.key, slot).copy_(self.k[token])
+        return held
+
+    @cached_property
+    def target(self) -> Any:
+        """The positions to which keys are rerotated."""
+        launch = self.launch
+        return FORMS[launch.form](placed(launch.tokens, self.scheme, launch.documents, launch.start + 12_345))
 
     def poison(self) -> None:
         """Fill freed memory with NaN, so that elements of new outputs that are never written show up."""
         for x in (self.q, self.k):
             torch.full((x.numel(),), torch.nan, dtype=x.dtype, device=DEVICE)
-
-
-def _slots(launch: Launch, capacity: int) -> Tensor:
-    """Return slots in random order, some of them missing; "short": fewer slots than tokens; "none": no valid slots."""
-    order = torch.randperm(capacity, generator=torch.Generator().manual_seed(launch.tokens))[: launch.tokens]
-    order[:: max(2, launch.tokens // 7)] = -1
-    if launch.slots == "none":
-        order[:] = -1
-    if launch.slots == "short":
-        order = order[: launch.tokens // 2]
-    return order.to(DEVICE, torch.int32 if launch.slots == "int32" else torch.int64)
 
 
 # The kinds. Each returns what it computes, and all memory that it may write or must leave unchanged.
@@ -405,30 +398,25 @@ def backward(scene: Scene) -> Results:
 
 def store(scene: Scene) -> Results:
     """Rotate q and k, and write k and v to a cache."""
-    launch, (held, slots) = scene.launch, scene.cache()
     outs = rotate_and_store(
-        scene.q, scene.k, scene.v, scene.positions, scene.rotary, held.with_slots(slots),
-        return_k=launch.return_k, inplace=launch.inplace, **scene.how,
+        scene.q, scene.k, scene.v, scene.positions, scene.rotary, scene.held.with_slots(scene.slots),
+        return_k=scene.launch.return_k, inplace=scene.launch.inplace, **scene.how,
     )  # fmt: skip
-    whole = {f"cache {i}": x for i, x in enumerate(held.whole)}
+    whole = {f"cache {i}": x for i, x in enumerate(scene.held.whole)}
     return {"q": outs[0], "k": outs[1], "given q": scene.q, "given k": scene.k, "given v": scene.v, **whole}
 
 
 def move(scene: Scene) -> Results:
     """Rerotate stored keys to new positions."""
-    launch, (held, slots) = scene.launch, scene.cache()
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            held.at(held.key, slot).copy_(scene.k[token])
-    new = FORMS[launch.form](placed(launch.tokens, scene.scheme, launch.documents, launch.start + 12_345))
+    held, way = scene.held, scene.launch.way
     nhd = held.key.transpose(1, 2) if held.layout == "HND" else held.key
-    rerotate(nhd, slots, scene.positions, new, scene.rotary, implementation=launch.way)
+    rerotate(nhd, scene.slots, scene.positions, scene.target, scene.rotary, implementation=way)
     return {f"cache {i}": x for i, x in enumerate(held.whole)}
 
 
 def cached(scene: Scene) -> Results:
     """Rotate with an engine's float32 cache of cos and sin."""
-    rows = normal(int(_dense(scene.table).max()) + 1, scene.rotary.rotary_dim, seed=5)
+    rows = normal(int(scene.table.dense().max()) + 1, scene.rotary.rotary_dim, seed=5)
     outs = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, cos_sin=rows, **scene.how)
     return {"q": outs[0], "k": outs[1]}
 

@@ -1,130 +1,112 @@
-"""Launch conditions in inference engines: graphs, streams, compiled code, several devices, huge tensors, no waits."""
+"""Every kind of launch against the reference, and in the conditions of inference engines.
+
+Conditions are graphs, streams, compiled code, several devices, huge tensors, and no waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from launches import DEVICE, F16, FEW, GPU, MANY, SOME, TRITON, Launch, Scene, difference, normal, placed, sized
+from launches import (
+    DEVICE,
+    F16,
+    FEW,
+    GPU,
+    KINDS,
+    LAUNCHES,
+    MANY,
+    SOME,
+    TRITON,
+    Launch,
+    Scene,
+    checks,
+    difference,
+    normal,
+    placed,
+    sized,
+)
 from torch import Tensor
-from torch._ops import OpOverload
 from waiting import eventually
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, apply_rotary, operators, rerotate, rotate_and_store
+from mmpos.rotary import DevicePositions, Rotary, apply_rotary
 from mmpos_bench.cuda import capture
 
 pytestmark = pytest.mark.gpu
 
-PAGE = 16
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+def test_a_launch_agrees_with_the_reference(launch: Launch, record_property: Callable[[str, object], None]) -> None:
+    shares = dict(checks(launch, LAUNCHES.index(launch)))
+    record_property("share_of_bound", max(shares.values()))
+    assert {name: share for name, share in shares.items() if not share <= 1} == {}
 
 
 class Bench:
-    """A scene with caches, and copies of q and k for in-place calls."""
+    """A scene whose inputs and caches are restored before each call."""
 
-    def __init__(self, tokens: int, capacity: int | None = None, start: int = 0) -> None:
-        self.scene = Scene(Launch(tokens=tokens, norm="qk", start=start), seed=3)
-        self.tokens, self.rotary, self.norm = tokens, self.scene.rotary, self.scene.norm
-        self.q, self.k, self.v = self.scene.q, self.scene.k, self.scene.v
-        self.positions = DevicePositions.from_table(self.scene.table, DEVICE, capacity)
-        self.q_here, self.k_here = self.q.clone(), self.k.clone()
-        heads, dim = self.k.shape[1:]
-        caches = torch.zeros(2, tokens // PAGE + 1, PAGE, heads, dim, dtype=self.k.dtype, device=DEVICE)
-        self.keys, self.values = caches.unbind(0)
-        self.ids = self.positions.dense()
-        self.slots = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        self.grads = tuple(normal(*x.shape, seed=9, dtype=x.dtype) for x in (self.q, self.k))
+    def __init__(self, launch: Launch, tokens: int, capacity: int | None = None) -> None:
+        self.scene = Scene(replace(launch, tokens=tokens), seed=3)
+        self.scene.positions = DevicePositions.from_table(self.scene.table, DEVICE, capacity)
+        self.inputs = [self.scene.q, self.scene.k, self.scene.v]
+        if launch.kind in ("store", "rerotate"):
+            self.inputs += self.scene.held.whole
+        self.kept = [x.clone() for x in self.inputs]
+        self.call()  # makes what a graph must not make
 
-    def rotated(self, **options: Any) -> Any:
-        """Rotate with apply_rotary."""
-        return apply_rotary(self.q, self.k, self.positions, self.rotary, implementation=TRITON, **options)
+    def restore(self) -> None:
+        for x, kept in zip(self.inputs, self.kept, strict=True):
+            x.copy_(kept)
 
-    def rotated_here(self, **options: Any) -> Any:
-        """Rotate copies of q and k in place with apply_rotary."""
-        self.q_here.copy_(self.q)
-        self.k_here.copy_(self.k)
-        q, k = self.q_here, self.k_here
-        return apply_rotary(q, k, self.positions, self.rotary, inplace=True, implementation=TRITON, **options)
+    def call(self) -> list[Tensor]:
+        return [x for x in KINDS[self.scene.launch.kind](self.scene).values() if x is not None]
 
-    def stored(self, q: Tensor, k: Tensor, **options: Any) -> Any:
-        """Rotate with rotate_and_store, and return q, k and the caches."""
-        cache = Cache(self.keys, self.values, self.slots)
-        q_out, k_out = rotate_and_store(
-            q, k, self.v, self.positions, self.rotary, cache, implementation=TRITON, **options
-        )
-        return q_out, k_out, self.keys, self.values
-
-    def stored_here(self) -> Any:
-        """Rotate in place with rotate_and_store and a norm."""
-        self.q_here.copy_(self.q)
-        self.k_here.copy_(self.k)
-        return self.stored(self.q_here, self.k_here, inplace=True, return_k=True, norm=self.norm)
-
-    def moved(self) -> Any:
-        """Rerotate stored keys to the same positions in reverse order."""
-        self.keys.flatten(0, 1)[self.slots] = self.k
-        reverse = self.ids.flip(1)
-        rerotate(self.keys, self.slots, self.positions, reverse, self.rotary, implementation=TRITON)
-        return (self.keys,)
-
-    def gradients(self, norm: Norm | None) -> Any:
-        """Return the gradients of q, k and the weights of a norm."""
-        q, k = leaves = [x.detach().requires_grad_() for x in (self.q, self.k)]
-        if norm is not None:
-            weights = [x.detach().requires_grad_() for x in norm[:2] if x is not None]
-            norm = norm._replace(q_weight=weights[0], k_weight=weights[1])
-            leaves += weights
-        outs = apply_rotary(q, k, self.positions, self.rotary, implementation=TRITON, norm=norm)
-        return torch.autograd.grad([x for x in outs if x is not None], leaves, self.grads)
+    def results(self) -> list[Tensor]:
+        self.restore()
+        return [x.clone() for x in self.call()]
 
 
-CALLS: Mapping[str, tuple[set[str], Callable[[Bench], Any]]] = {
-    "rotate": ({"rotate"}, lambda bench: bench.rotated()),
-    "rotate in place": ({"rotate_"}, lambda bench: bench.rotated_here()),
-    "rotate backward": ({"rotate"}, lambda bench: bench.gradients(None)),
-    "norm": ({"rotate"}, lambda bench: bench.rotated(norm=bench.norm)),
-    "norm in place": ({"rotate_"}, lambda bench: bench.rotated_here(norm=bench.norm)),
-    "norm backward": ({"rotate", "rotate_backward"}, lambda bench: bench.gradients(bench.norm)),
-    "store": ({"rotate_and_store"}, lambda bench: bench.stored(bench.q, bench.k)),
-    "norm and store in place": ({"rotate_and_store_"}, lambda bench: bench.stored_here()),
-    "rerotate": ({"rerotate_"}, lambda bench: bench.moved()),
-    "dense ids": (set(), lambda bench: (bench.positions.dense(),)),
-}
-"""Calls that together use every operator, with the names of their operators; each returns tensors to compare."""
-
+CALLS = [
+    Launch("rotate"),
+    Launch("store", norm="qk", inplace=True, return_k=True),
+    Launch("rotate", inplace=True),
+    Launch("rotate", norm="qk"),
+    Launch("rotate", norm="qk", inplace=True),
+    Launch("backward"),
+    Launch("backward", norm="qk"),
+    Launch("store"),
+    Launch("rerotate"),
+    Launch("dense"),
+]
+"""Launches that together use every operator and kernel."""
 
 later = pytest.mark.gpu if GPU else pytest.mark.slow
 """The mark for tests that the interpreter runs only in `make slow`, since `make test` runs similar tests."""
 
-FIRST = [n if n in ("rotate", "norm and store in place") else pytest.param(n, marks=later) for n in CALLS]
-
-
-def bits_of(results: Any) -> list[Tensor]:
-    return [x.clone() for x in results if x is not None]
+EACH = pytest.mark.parametrize(
+    "launch",
+    [pytest.param(x, id=str(x).replace(f" tokens={SOME}", ""), marks=[later] * (i > 1)) for i, x in enumerate(CALLS)],
+)
 
 
 def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
-    assert len(got) == len(want)
-    assert [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if not torch.equal(a, b)] == []
-
-
-def test_every_operator_is_called() -> None:
-    called = set().union(*(names for names, _ in CALLS.values()))
-    assert {name for name in operators.__all__ if isinstance(getattr(operators, name), OpOverload)} <= called
+    assert [i for i, pair in enumerate(zip(got, want, strict=True)) if difference(*pair)] == []
 
 
 @pytest.mark.parametrize("tokens", [FEW, pytest.param(sized(5000, 21), marks=later)])
-@pytest.mark.parametrize("name", FIRST)
-def test_results_are_reproducible_bit_for_bit(name: str, tokens: int) -> None:
+@EACH
+def test_results_are_reproducible_bit_for_bit(launch: Launch, tokens: int) -> None:
     """Check that results depend neither on the order of programs nor on the previous contents of memory."""
-    bench, (_, call) = Bench(tokens), CALLS[name]
-    want = bits_of(call(bench))
+    bench = Bench(launch, tokens)
+    want = bench.results()
     for _ in range(sized(30, 2)):
         bench.scene.poison()
-        assert_same(bits_of(call(bench)), want)
+        assert_same(bench.results(), want)
 
 
 @contextmanager
@@ -150,36 +132,35 @@ def tables(tokens: int) -> list[PositionTable]:
 
 
 @pytest.mark.parametrize("tokens", [256, MANY] if GPU else [9])
-@pytest.mark.parametrize("name", FIRST)
-def test_a_graph_follows_refreshed_positions(name: str, tokens: int) -> None:
+@EACH
+def test_a_graph_follows_refreshed_positions(launch: Launch, tokens: int) -> None:
     """Check that replaying one graph equals calling with each table, and that neither refresh nor replay waits."""
-    chosen = tables(tokens)
+    chosen, held = tables(tokens), list[Tensor]()
     capacity = max(table.num_segments for table in chosen)
-    bench, fresh, (_, call) = Bench(tokens, capacity), Bench(tokens, capacity), CALLS[name]
-    held: list[Any] = []
+    bench, fresh = (Bench(launch, tokens, capacity) for _ in range(2))
 
     def keep() -> None:
-        held[:] = [call(bench)]
+        held[:] = bench.call()
 
     replay = capture(keep)
     for table in chosen:
-        fresh.positions.refresh(table)
-        want = bits_of(call(fresh))
-        for x in (bench.q_here, bench.k_here, bench.keys, bench.values):
-            x.zero_()
+        fresh.scene.positions.refresh(table)
+        want = fresh.results()
+        bench.restore()
         with no_waits():
-            bench.positions.refresh(table)
+            bench.scene.positions.refresh(table)
             replay()
-        assert_same(bits_of(held[0]), want)
+        assert_same(held, want)
 
 
-@pytest.mark.parametrize("name", FIRST)
-def test_calls_do_not_wait_for_the_device(name: str) -> None:
-    bench, (_, call) = Bench(FEW), CALLS[name]
-    want = bits_of(call(bench))
+@EACH
+def test_calls_do_not_wait_for_the_device(launch: Launch) -> None:
+    bench = Bench(launch, FEW)
+    want = bench.results()
+    bench.restore()
     with no_waits():
-        got = call(bench)
-    assert_same(bits_of(got), want)
+        got = bench.call()
+    assert_same(got, want)
 
 
 @contextmanager
@@ -196,21 +177,19 @@ def side_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(side)
 
 
-@pytest.mark.parametrize("name", FIRST)
-def test_kernels_are_launched_in_the_current_stream(name: str) -> None:
+@EACH
+def test_kernels_are_launched_in_the_current_stream(launch: Launch) -> None:
     """Check that a call reads inputs that the same stream writes after a long wait."""
-    bench, (_, call) = Bench(SOME), CALLS[name]
-    want = bits_of(call(bench))
+    bench = Bench(launch, SOME)
+    want = bench.results()
     for _ in range(sized(4, 1)):
-        q, k, v = (x.clone() for x in (bench.q, bench.k, bench.v))
-        for x in (bench.q, bench.k, bench.v, bench.keys, bench.values):
+        for x in bench.inputs:
             x.zero_()
         with side_stream():
-            for x, held in ((bench.q, q), (bench.k, k), (bench.v, v)):
-                x.copy_(held)
-            bench.positions = DevicePositions.from_table(bench.scene.table, DEVICE)
-            got = call(bench)
-        assert_same(bits_of(got), want)
+            bench.restore()
+            bench.scene.positions = DevicePositions.from_table(bench.scene.table, DEVICE)
+            got = bench.call()
+        assert_same(got, want)
 
 
 @pytest.fixture
@@ -223,18 +202,18 @@ def fresh_graphs() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_graphs")
 @later
 def test_replays_of_a_compiled_graph_are_bit_equal_to_eager_calls() -> None:
-    bench = Bench(sized(1000, 9))
+    scene = Scene(Launch(tokens=sized(1000, 9)))
 
     def step(q: Tensor, k: Tensor) -> Tensor:
-        return apply_rotary(q * 1, k, bench.positions, bench.rotary, implementation=TRITON)[0] + 0
+        return apply_rotary(q * 1, k, scene.positions, scene.rotary, implementation=TRITON)[0] + 0
 
     options: Any = {"mode": "reduce-overhead"} if GPU else {"backend": "aot_eager"}
     fast = torch.compile(step, fullgraph=True, **options)
     with torch.no_grad():
-        want = step(bench.q, bench.k)
+        want = step(scene.q, scene.k)
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
-            assert torch.equal(fast(bench.q, bench.k), want)
+            assert torch.equal(fast(scene.q, scene.k), want)
 
 
 # Sizes beyond 32 bits.
@@ -253,9 +232,8 @@ def uniform(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=F16, device=DEVICE).uniform_(-1, 1)
 
 
-def assert_rotated(got: Tensor | None, x: Tensor, ids: Tensor, rotary: Rotary) -> None:
+def assert_rotated(got: Any, x: Tensor, ids: Tensor, rotary: Rotary) -> None:
     """Assert that heads of float32 or float16 have the bits of the reference."""
-    assert got is not None
     assert difference(got, apply_rotary(x, None, ids, rotary, implementation="reference")[0]) == 0
 
 
@@ -273,8 +251,7 @@ def test_tensors_with_more_than_two_to_the_31_elements_are_rotated(inplace: bool
     outs = apply_rotary(q, k, positions, rotary, inplace=inplace, implementation=TRITON)
     for part, pair in zip(parts, before, strict=True):
         for out, x in zip(outs, pair, strict=True):
-            assert out is not None
-            assert_rotated(out[part].clone(), x, ids[:, part], rotary)
+            assert_rotated(out[part].clone(), x, ids[:, part], rotary)  # type: ignore[index]
 
 
 def test_rows_more_than_two_to_the_31_elements_apart_are_rotated() -> None:
@@ -297,9 +274,7 @@ def test_rows_more_than_two_to_the_31_elements_apart_are_rotated() -> None:
 
 @pytest.mark.parametrize("images", [sized(200, 3), sized(10_000, 5), sized(60_000, 7)])
 def test_tables_with_many_segments_are_rotated(images: int) -> None:
-    parts: list[Text | Grid] = []
-    for i in range(images):
-        parts += [Text(1 + i % 3), Grid(1 + i % 2, 1 + i % 5)]
+    parts = [part for i in range(images) for part in (Text(1 + i % 3), Grid(1 + i % 2, 1 + i % 5))]
     table = place(SegmentTable.from_documents([parts]), "rope-tie")
     rotary = Rotary(sized(80, 12))
     q = normal(table.num_tokens, 2, rotary.head_dim, seed=1)

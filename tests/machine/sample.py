@@ -1,15 +1,13 @@
 """Run launches on the machine as a GPU of one architecture, and print how many and what went wrong as JSON.
 
 test_machine_launches.py runs it in a process without the interpreter: ``python sample.py sm_90 0 57`` runs 57 forms of
-launches, drawn with seed 0 from the 150,000 combinations below, every kind equally often, each compiled once and run
-with several numbers of tokens; 0 forms means one for each kernel. Without numbers, it plants faults in a kernel, and
-prints how each was found.
+launches, drawn with seed 0, every kind equally often, each compiled once and run with several numbers of tokens.
+Without numbers, it plants faults in a kernel, and prints how each was found.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import re
 import sys
 import tempfile
@@ -19,69 +17,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import launches
 import standin
 import torch
 from accesses import Fault
-from launches import BF16, F16, F32, FORMS, LAUNCHES, LAYERS, STRIDES, Launch, checks
+from launches import F32, LAYERS, Launch, checks
 from ptx import Address, Instruction, Operand
 
 from mmpos.rotary.kernel import tiling
 
-KINDS = {
-    "rotate": Launch("rotate"),
-    "backward with norm": Launch("backward", norm="qk"),
-    "store": Launch("store", norm="qk", return_k=True),
-    "rerotate": Launch("rerotate"),
-    "dense": Launch("dense"),
-    "rotate in place": Launch("rotate", inplace=True),
-    "rotate as Transformers": Launch("rotate", turning="as Transformers"),
-    "rotate by cos and sin": Launch("cached"),
-    "rotate by head": Launch("rotate", layer="by head", turning="by head"),
-    "norm": Launch("rotate", norm="qk"),
-    "norm after": Launch("rotate", norm="qk", after=True),
-    "norm in place": Launch("rotate", norm="q", inplace=True, offset=1.0),
-    "backward": Launch("backward"),
-    "backward with norm after": Launch("backward", norm="qk", after=True),
-    "store without norm": Launch("store"),
-    "store in place": Launch("store", inplace=True, return_k=True, slots="int32"),
-    "rerotate other caches": Launch("rerotate", cache="HND", slots="int32"),
-}
-"""All kinds of launches; the first five use every kernel."""
-
-DTYPES = (BF16, F16, F32)
-TURNINGS = ("interleaved", "adjacent", "half of a head", "a quarter of a head, adjacent")
 SIZES = (1, 7, 33)
 """Numbers of tokens that the programs of a few tokens share; four warps run a block and a bit."""
-
-HEAD_DIMS = (16, 64, 80, 96, 128, 256)
 
 own_tiles = tiling.tiles
 
 
-def drawn(kind: str, draw: random.Random) -> list[tuple[Launch, bool]]:
-    """Draw a form of a kind, and whether its programs have four warps, for each number of tokens."""
-    launch, wide = KINDS[kind], draw.randrange(4) == 0
-    if launch.layer != "by head":
-        launch = replace(launch, layer=f"heads of {draw.choice(HEAD_DIMS)}")
-    if launch.turning == "interleaved":
-        launch = replace(launch, turning=draw.choice(TURNINGS))
-    block = own_tiles(4096, 3, LAYERS[launch.layer][2] // 2)[0]
-    forms = {"cached": ["table", "int32"], "dense": ["table", "fractions"]}.get(launch.kind, list(FORMS))
-    if launch.turning == "by head":
-        forms = ["table", "int32", "capacity"]
-    strides = draw.choice(["fused", *STRIDES])
-    launch = replace(launch, dtype=draw.choice(DTYPES), strides=strides, form=draw.choice(forms))
-    return [(replace(launch, tokens=tokens), wide) for tokens in ((block + 3,) if wide else SIZES)]
-
-
 def launches_of(seed: int, count: int) -> Iterator[tuple[Launch, bool]]:
-    """Yield the launches of a sample, every third from the table of tests/gpu."""
-    draw, kinds = random.Random(seed), list(KINDS)
-    for i in range(count or 5):
-        if count and i % 3 == 2:
-            yield draw.choice(LAUNCHES), False
-        else:
-            yield from drawn(kinds[i % len(kinds)], draw)
+    """Yield the launches of a sample, with several numbers of tokens, and whether their programs have four warps."""
+    for i, launch in enumerate(launches.sample(seed, count)):
+        block, wide = own_tiles(4096, 3, LAYERS[launch.layer][2] // 2)[0], i % 4 == 3
+        for tokens in (block + 3,) if wide else SIZES:
+            yield replace(launch, tokens=max(tokens, launch.documents)), wide
 
 
 def poisoned(*arguments: Any, make: Any = torch.empty_like, **options: Any) -> torch.Tensor:

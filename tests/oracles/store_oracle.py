@@ -48,49 +48,38 @@ def filled(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 Make = Callable[[int, int, int, int, torch.dtype], Held]
-Shape = Callable[[int, int, int, int], tuple[int, ...]]
-"""A shape from the numbers of blocks, of slots in a block, of heads and of channels."""
 
 
-def _apart(layout: str, shape: Shape) -> Make:
-    """Allocate k and v separately."""
-
+def _made(layout: str, shapes: Callable[..., Sequence[Sequence[int]]], views: Callable[..., Sequence[Tensor]]) -> Make:
     def make(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-        key, value = (filled(*shape(blocks, size, heads, dim), dtype=dtype) for _ in range(2))
-        return Held(key, value, (key, value), layout, size if key.dim() == 4 else 1)
+        whole = [filled(*shape, dtype=dtype) for shape in shapes(blocks, size, heads, dim)]
+        key, value = views(*whole)
+        return Held(key, value, whole, layout, size if key.dim() == 4 else 1)
 
     return make
 
 
-def _together(layout: str, shape: Shape, split: Callable[[Tensor], Sequence[Tensor]]) -> Make:
-    """Allocate one tensor, of which k and v are views."""
-
-    def make(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Held:
-        both = filled(*shape(blocks, size, heads, dim), dtype=dtype)
-        key, value = split(both)
-        return Held(key, value, (both,), layout, size)
-
-    return make
+def _apart(key: Tensor, value: Tensor) -> Sequence[Tensor]:
+    return key, value
 
 
 CACHES: Mapping[str, Make] = {
-    "NHD": _apart("NHD", lambda b, s, h, d: (b, s, h, d)),
-    "HND": _apart("HND", lambda b, s, h, d: (b, h, s, d)),
+    "NHD": _made("NHD", lambda b, s, h, d: [(b, s, h, d)] * 2, _apart),
+    "HND": _made("HND", lambda b, s, h, d: [(b, h, s, d)] * 2, _apart),
     # vLLM before 0.33
-    "k and v stacked": _together("NHD", lambda b, s, h, d: (2, b, s, h, d), torch.unbind),
-    # FlashInfer NHD and HND
-    "k and v by page": _together("NHD", lambda b, s, h, d: (b, 2, s, h, d), lambda x: x.unbind(1)),
-    "k and v by page, HND": _together("HND", lambda b, s, h, d: (b, 2, h, s, d), lambda x: x.unbind(1)),
+    "k and v stacked": _made("NHD", lambda b, s, h, d: [(2, b, s, h, d)], lambda x: (x[0], x[1])),
+    # FlashInfer
+    "k and v by page": _made("NHD", lambda b, s, h, d: [(b, 2, s, h, d)], lambda x: (x[:, 0], x[:, 1])),
+    "k and v by page, HND": _made("HND", lambda b, s, h, d: [(b, 2, h, s, d)], lambda x: (x[:, 0], x[:, 1])),
     # vLLM 0.33, and for transfers
-    "k and v side by side": _together(
-        "NHD", lambda b, s, h, d: (b, h, s, 2 * d), lambda x: x.transpose(1, 2).chunk(2, dim=-1)
+    "k and v side by side": _made(
+        "NHD", lambda b, s, h, d: [(b, h, s, 2 * d)], lambda x: x.transpose(1, 2).chunk(2, -1)
     ),
-    "all layers in a block": _together(
-        "HND", lambda b, s, h, d: (b, 3, h, s, 2 * d), lambda x: x[:, 1].chunk(2, dim=-1)
-    ),
+    "all layers in a block": _made("HND", lambda b, s, h, d: [(b, 3, h, s, 2 * d)], lambda x: x[:, 1].chunk(2, -1)),
     # SGLang
-    "a pool of slots": _apart("NHD", lambda b, s, h, d: (b * s, h, d)),
+    "a pool of slots": _made("NHD", lambda b, s, h, d: [(b * s, h, d)] * 2, _apart),
 }
+"""Caches by the functions that give the shapes of their tensors, and the views of k and v."""
 
 
 def write(cache: Held, k: Tensor, v: Tensor, slots: Sequence[int]) -> None:

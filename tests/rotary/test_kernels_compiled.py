@@ -43,20 +43,12 @@ Facts = dict[str, dict[str, int]]
 def compiled(names: list[str], cache: Path) -> Facts:
     """Compile cases in a process without the interpreter, and return the instruction counts of each case."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *names], env=environment, capture_output=True, text=True, check=False
-    )
+    command, options = [sys.executable, str(SCRIPT), *names], {**environment, "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(command, env=options, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     facts: Facts = json.loads(done.stdout)
     assert list(facts) == names
     return facts
-
-
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """Return the instruction counts of all cases, for the slow tests."""
-    return compiled([*WIDE, *NARROW, FUSED, *AMD], tmp_path_factory.mktemp("triton"))
 
 
 def assert_exact(case: str, counts: dict[str, int]) -> None:
@@ -84,26 +76,11 @@ def test_kernels_compile_to_wide_exact_code_without_spills(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ahead of time")
-def test_kernels_of_all_shapes_compile_to_wide_exact_code(facts: Facts) -> None:
+def test_kernels_of_all_shapes_compile_to_wide_exact_code_or_narrow_without_spills(tmp_path: Path) -> None:
+    facts = compiled([*WIDE, *NARROW, FUSED, *AMD], tmp_path)
     for case in WIDE:
         assert_wide(case, facts[case])
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ahead of time")
-def test_kernels_for_partly_rotated_heads_compile_without_spills(facts: Facts) -> None:
     for case in NARROW:
         assert_exact(case, facts[case])
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ahead of time")
-def test_enabling_fusion_increases_the_count_of_fused_instructions(facts: Facts) -> None:
-    assert facts[FUSED]["fma"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ahead of time")
-def test_kernels_for_an_amd_gpu_compile_without_spills(facts: Facts) -> None:
+    assert facts[FUSED]["fma"] > 0  # so the count would show fused instructions
     assert {case: facts[case] for case in AMD} == {case: {"spills": 0} for case in AMD}

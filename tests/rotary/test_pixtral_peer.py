@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -43,9 +41,8 @@ def test_input_ids_equal_those_of_pixtral_and_are_parsed(merge: int) -> None:
     np.testing.assert_array_equal(positions.dense().reshape(1, *want["input_ids"].shape), got["mm_position_ids"])
 
     builder = SequenceBuilder(tokenizer, ours, "flatten", MARKERS)
-    parts: list[Any] = ["What is ", ImageSize(*sizes[0]), " this?"]
     (expected,) = theirs(photos[:1], TEXTS[:1], add_special_tokens=False)["input_ids"].tolist()
-    sequence = builder.build(parts)
+    sequence = builder.build(["What is ", ImageSize(*sizes[0]), " this?"])
     assert sequence.input_ids.tolist() == expected
     segments = SegmentTable.from_input_ids(expected, Placeholders(image=IMG, rows=(BREAK, END)), sequence.grid_thw)
     np.testing.assert_array_equal(segments.extents, sequence.segments.extents)

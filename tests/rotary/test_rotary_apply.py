@@ -6,14 +6,11 @@ interpreter, or with ``--kernels=machine`` as compiled PTX. test_rotary_compile.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,15 +30,13 @@ from rotary_oracle import (
     heads,
     packed,
     pair_axes,
-    rotated,
     table_of,
 )
 from store_oracle import DEVICE, assert_same_bits
-from tolerance import ARITHMETIC, EXACT, FREQUENCY, assert_within, cos_sin, printed, rotations, truncation
+from tolerance import ARITHMETIC, EXACT, FREQUENCY, assert_within, cos_sin, rotations, truncation
 from torch import Tensor
 
-import mmpos
-from mmpos import Grid, Placeholders, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rotate_and_store, split_qkv
 from mmpos.rotary import cos_sin as tables_of
 from mmpos.rotary.device import frequencies_of
@@ -128,12 +123,11 @@ def test_every_allocation_agrees(name: str, way: str, tile: Any) -> None:
 
 @EVERY
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_every_dtype_agrees(pairing: Any, dtype: torch.dtype, way: str, tile: Any) -> None:
+def test_every_dtype_agrees(dtype: torch.dtype, way: str, tile: Any) -> None:
     tile(32, 1)
-    rotary, table = Rotary(20, rotary_dim=12, pairing=pairing, scaling=YaRN(4.0, 32768)), packed("rope-tie-fractional")
-    q, k, conjugate = device_heads(32, 3, 20, dtype), device_heads(32, 1, 20, dtype, seed=1), pairing == "half"
-    assert_true(assert_agrees(way, q, k, table, rotary, conjugate=conjugate), q, k, table, rotary, not conjugate)
+    rotary, table = Rotary(20, rotary_dim=12, pairing="adjacent", scaling=YaRN(4.0, 32768)), packed("rope-tie-v2", 7)
+    q, k = device_heads(32, 3, 20, dtype), device_heads(32, 1, 20, dtype, seed=1)
+    assert_true(assert_agrees(way, q, k, table, rotary, conjugate=True), q, k, table, rotary, False)
 
 
 FORMS: dict[str, Callable[[PositionTable], Any]] = {
@@ -216,21 +210,14 @@ def test_worked_examples_of_both_pairings_and_of_an_axis_for_each_head() -> None
     assert_within(one(x[1:], position, Rotary(4, axes=1)), [[[0.540302, 0.99995, 0.841471, 0.01]]], 5e-7 + EXACT)
     rotary = Rotary(4, theta=100.0, allocation="heads", head_axes=[0, 2, 1])
     q = x[1:].expand(1, 6, 4)
-    got = apply_rotary(q, q[:, :3], torch.tensor([[1], [2], [3]], device=DEVICE), rotary)
+    got: Any = apply_rotary(q, q[:, :3], torch.tensor([[1], [2], [3]], device=DEVICE), rotary)
     turned = {  # cos and sin of the id and of a tenth of the id
-        1: ["0.54030", "0.99500", "0.84147", "0.09983"],
-        2: ["-0.41615", "0.98007", "0.90930", "0.19867"],
-        3: ["-0.98999", "0.95534", "0.14112", "0.29552"],
+        1: [0.54030, 0.99500, 0.84147, 0.09983],
+        2: [-0.41615, 0.98007, 0.90930, 0.19867],
+        3: [-0.98999, 0.95534, 0.14112, 0.29552],
     }
     for out, ids in zip(got, ([1, 1, 3, 3, 2, 2], [1, 3, 2]), strict=True):
-        assert out is not None
-        assert out[0].tolist() == [[printed(number) for number in turned[id_]] for id_ in ids]
-
-
-def test_the_oracle_applies_the_rotation_matrix() -> None:
-    cos, sin = 0.8775825618903728, 0.479425538604203
-    truth = rotated(np.array([[[3.0, 4.0]]]), [[Fraction(1, 2)]], Rotary(2, axes=1))
-    assert_within(truth, [[[3 * cos - 4 * sin, 3 * sin + 4 * cos]]], 5 * cos_sin(dtype=np.float64))
+        assert_within(out, [[turned[id_] for id_ in ids]], 5.1e-6)
 
 
 ONE_LADDER = [name for name in ROTARIES if not any(word in name for word in ("axial", "pixtral", "theta", "HoPE"))]
@@ -309,7 +296,7 @@ CASES: dict[str, Callable[[], PositionTable]] = {
     "the middle of an image": lambda: placed([Text(5), Grid(20, 20), Text(5)], "rope-tie").slice(211, 246),
     "videos": lambda: placed([Text(2), Grid(2, 3, frames=4), Text(3), Grid(1, 2, frames=3)], "mrope"),
     "segments aligned with blocks": lambda: placed([Text(16), Grid(4, 4)] * 2, "rope-tie"),
-    "several blocks of text": lambda: placed([Text(300), Grid(5, 7), Text(250)], "rope-tie", INT32_MAX - 700),
+    "several blocks of text": lambda: placed([Text(300), Grid(5, 7), Text(178)], "rope-tie", INT32_MAX - 700),
     "several blocks of fractions": lambda: placed([Text(300), Grid(5, 7), Text(250)], "rope-tie-v2", INT32_MIN),
     **{
         f"{n} segments": lambda n=n: placed([Text(1), Grid(1, 2)] * 65, "rope-tie").slice(0, n)  # type: ignore[misc]
@@ -350,17 +337,6 @@ def test_pairs_and_heads_are_split_among_threads_and_programs() -> None:
     for axes, want in rows.items():  # groups consist of consecutive equal heads
         _, pair_axis = frequencies_of(Rotary(6, axes=3, allocation="heads", head_axes=axes))
         assert pair_axis.tolist() == [[axis] * 3 for axis in want]
-
-
-def test_launches_disable_fusion_of_products_and_sums() -> None:
-    seen: dict[str, Any] = {}
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, int]) -> Any:
-            return lambda *arguments, **options: seen.update(options, grid=grid, arguments=arguments)
-
-    tiling.launch(Kernel(), (3, 2), 4, 7, BLOCK=16)
-    assert seen == {"grid": (3, 2), "arguments": (7,), "BLOCK": 16, "num_warps": 4, "enable_fp_fusion": False}
 
 
 @EVERY
@@ -442,36 +418,24 @@ def test_tokens_and_heads_that_share_memory_are_rotated(way: Any) -> None:
         assert_agrees(way, x, x[:, :1], table, rotary)
 
 
-def test_layout_none_depends_on_the_number_of_dimensions() -> None:
-    rotary, table, q = Rotary(8), packed("rope-tie").pad(13), device_heads(39, 2, 8)
-    flat = one(q, table, rotary)
-    assert_same_bits(one(q, table, rotary, layout="thd"), flat)
-    square = q.view(3, 13, 2, 8).repeat(1, 1, 7, 1)[:, :, :13]  # as many heads as tokens
-    assert_same_bits(one(square, table, rotary)[:, :, :2], flat.view(3, 13, 2, 8))
-    assert_same_bits(
-        one(square.transpose(1, 2), table, rotary, layout="bhsd").transpose(1, 2), one(square, table, rotary)
-    )
+def test_layout_none_depends_on_the_number_of_dimensions_alone() -> None:
+    rotary, table = Rotary(8), packed("rope-tie").pad(13)
+    square = device_heads((3, 13), 13, 8)  # as many heads as tokens
+    want = one(square.flatten(0, 1), table, rotary).view_as(square)
+    for layout, x in ((None, square), ("bshd", square), ("bhsd", square.transpose(1, 2))):
+        got = one(x, table, rotary, layout=layout)
+        assert_same_bits(got.transpose(1, 2) if layout == "bhsd" else got, want)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
-def test_padded_tables_rotate_batches_and_keep_padding(scheme: str, side: Any) -> None:
-    rotary, table, q = Rotary(8), packed(scheme).pad(13, side), device_heads((3, 13), 2, 8)
-    want = one(q.flatten(0, 1), table, rotary).view_as(q)
-    for positions in (table, dense(table), dense(table).view(2, 3, 13)):
-        assert_same_bits(one(q, positions, rotary), want)
-        assert_same_bits(one(q.transpose(1, 2), positions, rotary, layout="bhsd").transpose(1, 2), want)
-    padding = torch.from_numpy(packed(scheme).padded(13, side)[1] == 0)
-    assert_same_bits(want[padding], q[padding])
-
-
-def test_inputs_longer_than_a_block_agree_with_the_oracle() -> None:
-    rotary, ids = Rotary(64, axes=1), torch.arange(1100, dtype=torch.int32, device=DEVICE).repeat(4).view(1, 4, 1100)
-    q = device_heads((4, 1100), 6, 64, torch.bfloat16)
-    out = one(q, ids, rotary)
-    for tokens in (slice(0, 5), slice(255, 258), slice(680, 690), slice(1090, 1100)):
-        assert_rotated(out[:, tokens], q[:, tokens], ids[:, :, tokens], rotary)
-    assert_same_bits(out, torch.cat([one(row[None], ids[:, :1], rotary) for row in q]))
+def test_padded_tables_rotate_batches_and_keep_padding(scheme: str) -> None:
+    for side in ("left", "right"):
+        rotary, table, q = Rotary(8), packed(scheme).pad(13, side), device_heads((3, 13), 2, 8)
+        want = one(q.flatten(0, 1), table, rotary).view_as(q)
+        for positions in (table, dense(table), dense(table).view(2, 3, 13)):
+            assert_same_bits(one(q, positions, rotary), want)
+        padding = torch.from_numpy(packed(scheme).padded(13, side)[1] == 0)
+        assert_same_bits(want[padding], q[padding])
 
 
 @EVERY
@@ -499,15 +463,6 @@ def test_only_tensors_that_require_gradients_receive_gradients() -> None:
     assert_rotated(k.grad, grad, table, rotary, conjugate=True)
 
 
-def test_second_derivatives_are_rotated_forward() -> None:
-    rotary, table = Rotary(8), packed("rope-tie")
-    q, grad = (device_heads(32, 2, 8, seed=seed).requires_grad_() for seed in (0, 5))
-    (first,) = torch.autograd.grad(one(q, table, rotary), q, grad, create_graph=True)
-    weights = device_heads(32, 2, 8, seed=6)
-    (second,) = torch.autograd.grad(first, grad, weights)
-    assert_rotated(second, weights, table, rotary)
-
-
 def test_autograd_detects_changed_tables_and_tensors_rotated_in_place() -> None:
     rotary, positions = Rotary(8), DevicePositions.from_table(packed("rope-tie"), DEVICE)
     q, grad = device_heads(32, 2, 8).requires_grad_(), device_heads(32, 2, 8, seed=5)
@@ -529,11 +484,9 @@ def test_inference_tensors_are_rotated_in_place_and_do_not_affect_training() -> 
     with torch.inference_mode():
         q = device_heads(32, 2, 8)
         want = one(q, table, rotary)
-        one(q, table, rotary, inplace=True)
-        assert_same_bits(q, want)
+        assert_same_bits(one(q, table, rotary, inplace=True), want)
     x = device_heads(32, 2, 8).requires_grad_()
-    one(x, table, rotary).sum().backward()
-    assert x.grad is not None
+    one(x, table, rotary).sum().backward()  # the constants of the rotation are no inference tensors
 
 
 # An engine's cache of cos and sin.
@@ -589,6 +542,8 @@ def test_cos_and_sin_of_an_engines_cache_are_those_of_its_formula(name: str, way
     want = engines(q, ids, rows, rotary)
     for positions in (DevicePositions.from_table(THIRTEEN, DEVICE, 9), ids, ids.long()):
         assert_same_bits(one(q, positions, rotary, way, cos_sin=rows, validate=True), want)
+    none, first = torch.zeros_like(ids[:, :2]), rows[:1].clone()  # a cache with one row
+    assert_same_bits(one(q[:2], none, rotary, way, cos_sin=first), engines(q[:2], none, first, rotary))
     v, slots = device_heads(13, 2, 20), torch.arange(2, 15, device=DEVICE)
     cache = Cache(torch.zeros(16, 2, dim, device=DEVICE), torch.zeros(16, 2, 20, device=DEVICE), slots)
     out, _ = rotate_and_store(q, k, v, ids, rotary, cache, cos_sin=rows, implementation=way)
@@ -659,42 +614,3 @@ def test_parts_of_a_packed_qkv_are_views_that_are_rotated_like_separate_tensors(
     apply_rotary(parts.q, parts.k, table, rotary, norm=norm, implementation=way, inplace=True)
     for x, expected in zip((*got, *views), (*want, *want, *apart[2:]), strict=True):
         assert_same_bits(x, expected)
-
-
-def test_gradients_reach_the_packed_tensor() -> None:
-    qkv, table, rotary = device_heads(32, 1, 120).squeeze(-2).requires_grad_(), packed("rope-tie"), Rotary(12)
-    q, k, v, gate = split_qkv(qkv, num_heads=3, num_kv_heads=2, head_dim=12, gate=True)
-    outs: list[Any] = [*apply_rotary(q, k, table, rotary), v, gate]
-    grads = [torch.randn_like(x) for x in outs]
-    (gradient,) = torch.autograd.grad(outs, qkv, grads)
-    back = apply_rotary(grads[0], grads[1], table, rotary, conjugate=True)
-    for got, want in zip(separate(gradient, True), (*back, *grads[2:]), strict=True):
-        assert_same_bits(got, want)
-
-
-# Costs.
-
-
-def functions_run_by(call: Callable[[], object]) -> int:
-    """Count the distinct mmpos functions that a warm call runs."""
-    seen, house = set(), str(Path(mmpos.__file__).parent)
-    for _ in range(3):
-        call()
-    sys.setprofile(lambda frame, event, _: seen.add(frame.f_code) if event == "call" else None)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return sum(code.co_filename.startswith(house) for code in seen)
-
-
-def test_a_warm_call_runs_few_functions() -> None:
-    """The bounds are a tenth above the measured counts."""
-    input_ids, q, k, rotary = np.array([1, 2, 9, 9, 9, 9, 3]), heads(7, 4, 16), heads(7, 2, 16), Rotary(16)
-
-    def table() -> PositionTable:
-        return place(SegmentTable.from_input_ids(input_ids, Placeholders(image=9), [[1, 2, 2]]), "rope-tie")
-
-    placed_once = table()
-    assert functions_run_by(lambda: apply_rotary(q, k, placed_once, rotary)) <= 11
-    assert functions_run_by(lambda: apply_rotary(q, k, table(), rotary)) <= 51

@@ -74,7 +74,7 @@ def fused(q_from: int, k_from: int) -> tuple[Tensor, Tensor]:
 
 
 def normed(**norm: Any) -> Callable[[], Any]:
-    return calls(packed(), packed(), norm=Norm(**norm))
+    return lambda: apply_rotary(packed(), packed(), DEVICE, ROTARY, norm=Norm(**norm))
 
 
 def ones(*shape: int) -> Any:
@@ -115,14 +115,16 @@ def splits(qkv: Any = ZEROS, **changed: Any) -> Callable[[], Any]:
     return lambda: split_qkv(qkv, **({"num_heads": 3, "num_kv_heads": 2, "head_dim": 12} | changed))
 
 
-BY_HEAD, BOTH, SAME = zeros(4, 2, 16, 12), zeros(4, 16, 2, 24), zeros(13, 2, 12)
-QKV, POOL = zeros(13, 7, 12), zeros(64, 7, 12)
+BY_SLOT, BY_HEAD, BOTH, SAME = zeros(4, 16, 2, 12), zeros(4, 2, 16, 12), zeros(4, 16, 2, 24), zeros(13, 2, 12)
+ROW, QKV, POOL = zeros(2000), zeros(13, 7, 12), zeros(64, 7, 12)
 WANT_NHD = "want (blocks, block_size, 2, 12) or (slots, 2, 12) in layout NHD"
 WANT_PAGES = "want (blocks, block_size, heads, 12) or (slots, heads, 12) in layout NHD"
 WANT_V = "want torch.float32 on cpu with 3 as for k"
 WANT_ROWS = "want (max_position, 12), cos of all pairs of rotary, then sin"
-WANT_LADDER = "cos_sin requires a rotary whose pair j has the j-th frequency"
 WANT_Q = "want a tensor of float32, bfloat16 or float16"
+
+BAD_EPS: list[Any] = [0.0, 1e-39, float("nan"), float("inf"), 1e39, 10**400, "1e-6"]
+BAD_OFFSETS: list[Any] = [float("inf"), -1e39, "1"]
 
 # Error messages, and the calls that raise them.
 REFUSALS: dict[str, list[Callable[[], Any]]] = {
@@ -130,6 +132,11 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k: got shape (16, 2, 32), want (16, 2, 16) as for q, except for the heads": [calls(packed(), packed(head_dim=32))],
     f"q: got NoneType, {WANT_Q}": [calls(None, packed())],
     f"q: got torch.float64, {WANT_Q}": [calls(packed(dtype=torch.float64))],
+    f"q: got SparseTensor, {WANT_Q}": [calls(packed().to_sparse()), calls(packed().to_sparse(), inplace=True)],
+    "positions: got SparseTensor, want DevicePositions, a PositionTable or a tensor of ids":
+        [calls(packed(), positions=IDS.to_sparse())],
+    "qkv: got SparseTensor, want a tensor": [splits(ZEROS.to_sparse())],
+    "slots: got SparseTensor, want a tensor of int32 or int64": [moves(slots=torch.arange(13).to_sparse())],
     "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as for q":
         [calls(packed(), packed(dtype=torch.bfloat16))],
     "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as for q":
@@ -179,8 +186,6 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "positions: got a tensor on meta, want cpu as for q": [calls(packed(), positions=DEVICE.to("meta"))],
     "positions: got ids from 0 to 2147483648, want finite ids within int32":
         [calls(packed(), positions=ids(2**31, dtype=torch.int64))],
-    "positions: got ids from 0 to 100000000000000000000, want finite ids within int32":
-        [calls(packed(), positions=ids(1e20, dtype=torch.float64))],
     "positions: got ids from -inf to 0, want finite ids within int32":
         [calls(packed(), positions=ids(-float("inf"), dtype=torch.float64))],
     "positions: got ids from nan to nan, want finite ids within int32":
@@ -195,23 +200,20 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
             calls(*fused(q_from, k_from), inplace=True)
             for q_from, k_from in ((0, 0), (0, 2), (0, 3), (1, 0), (4, 3), (4, 6))
         ),
+        calls(ROW.as_strided((16, 1, 16), (64, 16, 1)), ROW.as_strided((16, 2, 16), (64, 16, 1), 48), inplace=True),
     ],
     "implementation: got 'cuda', want one of 'auto', 'reference', 'triton'": [calls(packed(), implementation="cuda")],
     "inplace: got 'no', want True or False": [calls(packed(), inplace="no")],
     "conjugate: got [], want True or False": [calls(packed(), conjugate=[])],
     "rotary: got NoneType, want a Rotary, as returned by mmpos.rotary.Rotary": [
         calls(packed(), rotary=None),
-        lambda: tables_of(None, DEVICE),  # type: ignore[arg-type]
-    ],
-    "rotary: got dict, want a Rotary, as returned by mmpos.rotary.Rotary": [
-        lambda: angles({"head_dim": 16}, DEVICE)  # type: ignore[arg-type]
+        *(partial(table, None, DEVICE) for table in (tables_of, angles)),  # type: ignore[arg-type]
     ],
     "norm.q_weight: got shape (12,), want (16,)": [normed(q_weight=ones(12))],
     "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=ones(1, 16))],
     f"norm.q_weight: got torch.float64, {WANT_Q}": [normed(q_weight=ones(16).double())],
-    f"norm.q_weight: got float, {WANT_Q}": [normed(q_weight=1.0)],
     "norm.k_weight: got a tensor on meta, want cpu as for k": [normed(k_weight=ones(16).to("meta"))],
-    "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
+    "norm.after: got 'after', want True or False": [lambda: Norm(after="after")],  # type: ignore[arg-type]
     "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],
     "norm: got Tensor, want a Norm, as returned by mmpos.rotary.Norm": [calls(packed(), norm=ones(16))],
     "cos_sin: got 7 rows, want > 7, the largest id": [
@@ -225,15 +227,11 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     f"cos_sin: got shape (9, 20), {WANT_ROWS}": [by_cache(zeros(9, 20))],
     f"cos_sin: got shape (0, 12), {WANT_ROWS}": [by_cache(zeros(0, 12))],
     f"cos_sin: got torch.float64, {WANT_Q}": [by_cache(zeros(9, 12).double())],
-    f"cos_sin: got tuple, {WANT_Q}": [by_cache((zeros(9, 6),) * 2)],
     "cos_sin: got a tensor on meta, want cpu as for q": [by_cache(zeros(9, 12, device="meta"))],
     "cos_sin: got strides (1, 9), want a contiguous tensor": [by_cache(zeros(12, 9).T)],
-    f"{WANT_LADDER}, got allocation 'axial', whose axes have their own frequencies":
-        [by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial"))],
-    f"{WANT_LADDER}, got allocation 'interleaved', whose axes have their own frequencies":
-        [by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, theta=(1e4, 1e2, 1e3)))],
+    "cos_sin requires a rotary whose pair j has the j-th frequency, got allocation 'axial', whose axes have their own "
+    "frequencies": [by_cache(zeros(9, 12), rotary=Rotary(20, rotary_dim=12, axes=3, allocation="axial"))],
     "qkv: got width 84, want 96 = (4 num_heads + 2·2 num_kv_heads)·12 head_dim": [splits(num_heads=4)],
-    "qkv: got width 84, want 132 = (3 num_heads + 2·4 num_kv_heads)·12 head_dim": [splits(num_kv_heads=4)],
     "qkv: got width 84, want 120 = (2·3 num_heads + 2·2 num_kv_heads)·12 head_dim; this width matches gate=False":
         [splits(gate=True)],
     "qkv: got width 120, want 84 = (3 num_heads + 2·2 num_kv_heads)·12 head_dim; this width matches gate=True":
@@ -253,7 +251,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "v: got shape (12, 2, 12), want (13, 2, 12) as for k, except for head_dim": [stores(v=heads(12, 2, 12))],
     "cache.layout: got 'NDH', want one of 'NHD', 'HND'": [stores(cache_layout="NDH")],
     "key_cache: got NoneType, want a tensor of torch.float32 as for k": [stores(key_cache=None)],
-    "value_cache: got torch.bfloat16, want torch.float32 as for v":
+    "value_cache: got torch.bfloat16, want a tensor of torch.float32 as for v":
         [stores(value_cache=zeros(4, 16, 2, 12, dtype=torch.bfloat16))],
     "key_cache: got a tensor on meta, want cpu as for k": [stores(key_cache=torch.empty(4, 16, 2, 12, device="meta"))],
     f"key_cache: got shape (4, 2, 16, 12), {WANT_NHD}": [stores(key_cache=BY_HEAD)],
@@ -290,7 +288,6 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         [stores(q=heads(13, 1, 12).expand(13, 3, 12), inplace=True)],
     "q: got the memory of k, want separate memory": [stores(q=QKV[:, :3], k=QKV[:, 2:4], inplace=True)],
     f"k_cache: got NoneType, {WANT_Q}": [moves(k_cache=None)],
-    f"k_cache: got torch.float64, {WANT_Q}": [moves(k_cache=torch.zeros(4, 16, 2, 12, dtype=torch.float64))],
     f"k_cache: got shape (4, 16, 2, 8), {WANT_PAGES}": [moves(k_cache=torch.zeros(4, 16, 2, 8))],
     "k_cache: got a tensor whose elements share memory, want separate elements":
         [moves(k_cache=torch.zeros(4, 1, 2, 12).expand(4, 16, 2, 12))],
@@ -300,10 +297,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         [moves(from_positions=None)],
     "to_positions: got 12 tokens, want 13 as in from_positions": [moves(to_positions=THIRTEEN.slice(0, 12))],
     "from_positions: got 2 axes, want 3 as in rotary": [moves(from_positions=EQUAL.slice(0, 13))],
-    "slots: got a tensor on meta, want cpu as for from_positions":
-        [moves(slots=torch.zeros(13, dtype=torch.int64, device="meta"))],
     "slots: got shape (14,), want at most (13,), the token count of from_positions": [moves(slots=torch.arange(14))],
-    "slots[3]: got 3, the slot of token 0, want a slot for each token": [moves(slots=torch.tensor([3, 5, -1, 3, -1]))],
     "k: got 2 heads, want 4 as head_axes in rotary": [calls(packed(4), packed(2), rotary=FOUR_HEADS)],
     "q: got 6 heads, want a multiple of 4 as head_axes in rotary": [calls(packed(6), rotary=FOUR_HEADS)],
     "k_cache: got 1 head, want 4 as head_axes in rotary":
@@ -313,14 +307,14 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.bool, torch.uint8)
     },
     **{
-        f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷": [normed(q_weight=ones(16), eps=eps)]
-        for eps in (0.0, 1e-39, float("nan"), float("inf"), 1e39, 10**400, "1e-6")
+        f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷": [
+            partial(Norm, eps=eps), calls(packed(), norm=Norm()._replace(eps=eps))
+        ]
+        for eps in BAD_EPS
     },
     **{
-        f"norm.offset: got {offset}, want an int or float from -2¹²⁷ to 2¹²⁷": [
-            normed(q_weight=ones(16), offset=offset)
-        ]
-        for offset in (float("inf"), -1e39)
+        f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷": [partial(Norm, offset=offset)]
+        for offset in BAD_OFFSETS
     },
 }  # fmt: skip
 
@@ -355,31 +349,21 @@ def test_invalid_input_raises_a_precise_error(message: str) -> None:
 def test_tensors_on_the_meta_device_do_not_share_memory(inplace: bool) -> None:
     q, k = packed(3, device="meta"), packed(2, device="meta")
     outs = apply_rotary(q, k, POSITIONS, ROTARY, inplace=inplace)
-    assert [(x.shape, x.device.type) for x in outs if x is not None] == [((16, 3, 16), "meta"), ((16, 2, 16), "meta")]
+    meta = {"q": zeros(13, 3, 12), **dict.fromkeys("kv", SAME), **dict.fromkeys(("key_cache", "value_cache"), BY_SLOT)}
+    meta = {name: torch.empty_like(x, device="meta") for name, x in meta.items()}
+    stored = stores(**meta, slot_mapping=torch.arange(13, device="meta"), return_k=True, inplace=inplace)()
+    shapes = [(x.shape, x.device.type) for x in (*outs, *stored)]
+    assert shapes == [(shape, "meta") for shape in ((16, 3, 16), (16, 2, 16), (13, 3, 12), (13, 2, 12))]
     with pytest.raises(InvalidInputError, match=r"^k: got the memory of q, want inplace=False$"):
         apply_rotary(q, q, POSITIONS, ROTARY, inplace=True)
 
 
-@pytest.mark.parametrize("argument", ["q", "k", "norm.q_weight", "norm.k_weight"])
-def test_in_place_rotation_under_autograd_is_not_supported(argument: str) -> None:
-    tensors = {"q": packed(), "k": packed(), "norm.q_weight": ones(16), "norm.k_weight": ones(16)}
-    tensors[argument].requires_grad_()
-    q, k, *weights = tensors.values()
-    message = f"inplace: got {argument} that requires gradients, want inplace=False"
-    with pytest.raises(UnsupportedError, match=f"^{message}$") as caught:
-        apply_rotary(q, k, DEVICE, ROTARY, norm=Norm(*weights), inplace=True)
-    assert isinstance(caught.value, NotImplementedError)
-    with torch.no_grad():
-        assert apply_rotary(q, k, DEVICE, ROTARY, norm=Norm(*weights), inplace=True) == (q, k)
-
-
-def test_triton_on_a_cpu_requires_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = "implementation: got 'triton' for tensors on cpu, want 'reference'"
-    for value in ("0", ""):
-        monkeypatch.setenv("TRITON_INTERPRET", value)
-        with pytest.raises(InvalidInputError, match=f"^{message}$"):
-            apply_rotary(packed(), None, DEVICE, ROTARY, implementation="triton")
+@pytest.mark.parametrize("value", ["0", "", None])
+def test_triton_on_a_cpu_requires_its_interpreter(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
+    if value is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    message = "implementation: got 'triton' for tensors on cpu, want 'reference'"
     with pytest.raises(InvalidInputError, match=f"^{message}$"):
         apply_rotary(packed(), None, DEVICE, ROTARY, implementation="triton")
 
@@ -390,46 +374,9 @@ def test_the_largest_and_smallest_ids_are_accepted() -> None:
     apply_rotary(packed(), None, ids(2**31 - 0.5, dtype=torch.float64), ROTARY, validate=True)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize(
-    "views",
-    [
-        lambda x: (x[..., :4, :], x[..., 4:6, :]),
-        lambda x: (x[..., 2:6, :], x[..., :2, :]),
-        lambda x: (x[..., ::2, :], x[..., 1::2, :]),
-        lambda x: (x[..., :1, :], x[..., 1:, :]),
-        lambda x: (x[:1], x[1:]),
-        lambda x: (x[:, :4], x[:, 4:]),
-        lambda x: (x[..., :16], x[..., 16:]),
-    ],
-    ids=["q k v", "k q", "alternating", "one and many", "batches", "tokens", "channels"],
-)
-def test_disjoint_views_of_one_buffer_are_rotated_in_place(views: Any, layout: Any) -> None:
-    def q_and_k() -> list[Tensor]:
-        buffer = torch.randn(2, 8, 8, 32, generator=torch.Generator().manual_seed(0))
-        return [x if layout == "bshd" else x.transpose(1, 2) for x in views(buffer)]
-
-    q, k = q_and_k()
-    batch, seq = q.shape[0], q.shape[1 if layout == "bshd" else 2]
-    rotary = Rotary(head_dim=q.shape[-1])
-    positions = place(SegmentTable.from_documents([[Text(seq)]] * batch))
-    expected = apply_rotary(q, k, positions, rotary, layout=layout)
-    rotated_q, rotated_k = apply_rotary(q, k, positions, rotary, layout=layout, inplace=True)
-    assert rotated_q is q
-    assert rotated_k is k
-    assert torch.equal(q, expected[0])
-    assert torch.equal(k, expected[1])  # type: ignore[arg-type]
-
-
-WITHOUT = """
-import sys
-sys.modules["{missing}"] = None
-"""
-
-
 def without(missing: str, code: str) -> None:
     """Run code in a process that cannot import a package."""
-    command = [sys.executable, "-c", WITHOUT.format(missing=missing) + code]
+    command = [sys.executable, "-c", f'import sys\nsys.modules["{missing}"] = None\n{code}']
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -469,25 +416,45 @@ else:
     without("triton", code)
 
 
-FORWARD: dict[str, Callable[[Tensor], Any]] = {
-    "q": lambda x: calls(x)(),
-    "norm.k_weight": lambda x: calls(packed(), packed(), norm=Norm(None, x))(),
-    "cos_sin": lambda x: by_cache(x)(),
-    "v": lambda x: stores(v=x)(),
-    "key_cache": lambda x: stores(key_cache=x)(),
+TENSORS: dict[str, tuple[tuple[int, ...], Callable[[Any], Callable[[], Any]]]] = {
+    "inplace: got q": ((16, 2, 16), lambda x: calls(x, packed(), inplace=True)),
+    "inplace: got k": ((16, 2, 16), lambda x: calls(packed(), x, inplace=True)),
+    "inplace: got norm.q_weight": ((16,), lambda x: calls(packed(), packed(), norm=Norm(x), inplace=True)),
+    "inplace: got norm.k_weight": ((16,), lambda x: calls(packed(), packed(), norm=Norm(None, x), inplace=True)),
+    "q": ((13, 3, 12), lambda x: stores(q=x)),
+    "k": ((13, 2, 12), lambda x: stores(k=x)),
+    "v": ((13, 2, 12), lambda x: stores(v=x)),
+    "key_cache": ((4, 16, 2, 12), lambda x: stores(key_cache=x)),
+    "value_cache": ((4, 16, 2, 12), lambda x: stores(value_cache=x)),
+    "k_cache": ((4, 16, 2, 12), lambda x: moves(k_cache=x)),
+    "norm.q_weight": ((12,), lambda x: stores(norm=Norm(x))),
+    "norm.k_weight": ((12,), lambda x: stores(norm=Norm(None, x))),
+    "cos_sin": ((9, 12), by_cache),
 }
-SHAPES: dict[str, tuple[int, ...]] = {"q": (16, 2, 16), "norm.k_weight": (16,), "cos_sin": (9, 12), "v": (13, 2, 12)}
-SHAPES |= {"key_cache": (4, 16, 2, 12)}
+"""The names of tensors in error messages, their shapes, and calls that take them."""
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if name != "cos_sin"])
+def test_calls_in_place_and_stores_under_autograd_are_not_supported(name: str) -> None:
+    shape, make = TENSORS[name]
+    call, want = make(torch.ones(shape).requires_grad_()), "got a tensor that requires gradients, want torch.no_grad()"
+    message = f"{name} that requires gradients, want inplace=False" if "inplace" in name else f"{name}: {want}"
+    with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$") as caught:
+        call()
+    assert isinstance(caught.value, NotImplementedError)
+    with torch.no_grad():
+        call()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch warns when forward mode loads its formulas
-@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("name", ["q", "norm.k_weight", "cos_sin", "v", "key_cache"])
 def test_forward_mode_gradients_are_refused(name: str) -> None:
-    x = torch.ones(SHAPES[name])
+    shape, make = TENSORS[name]
+    x = torch.ones(shape)
     with pytest.raises(UnsupportedError, match=f"^{name}: got a forward-mode tangent, want reverse-mode gradients$"):
-        torch.func.jvp(lambda x: FORWARD[name](x)[0], (x,), (x,))
+        torch.func.jvp(lambda x: make(x)()[0], (x,), (x,))
     with pytest.raises(UnsupportedError, match=f"^{name}: got a forward-mode tangent"), forward_ad.dual_level():
-        FORWARD[name](forward_ad.make_dual(x, x.clone()))
+        make(forward_ad.make_dual(x, x.clone()))()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")
@@ -500,43 +467,6 @@ def test_tangents_are_detected_without_a_current_level_in_torch(monkeypatch: pyt
         assert not memory.has_tangent(x)
 
 
-def test_overlap_depends_on_the_distance_between_tensors_with_equal_shapes_and_strides() -> None:
-    fused, ids = torch.zeros(4, 6, 8), torch.zeros(2, 4, dtype=torch.int32)
-    for start, disjoint in ((1, False), (2, True), (1, False), (4, True)):
-        q, k = fused[:, :2], fused[:, start : start + 2]
-        if disjoint:
-            apply_rotary(q, k, ids, Rotary(8), inplace=True)
-        else:
-            with pytest.raises(InvalidInputError, match="k: got the memory of q"):
-                apply_rotary(q, k, ids, Rotary(8), inplace=True)
-
-
-# Caches.
-
-
-def storing(name: str, x: Tensor) -> Callable[[], Any]:
-    return stores(**{name: x})
-
-
-REQUIRING_GRADIENTS: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
-    **{name: partial(storing, name) for name in ("q", "k", "v", "key_cache", "value_cache")},
-    "norm.q_weight": lambda x: stores(norm=Norm(x)),
-    "norm.k_weight": lambda x: stores(norm=Norm(None, x)),
-    "k_cache": lambda x: moves(k_cache=x),
-}
-
-
-@pytest.mark.parametrize("name", REQUIRING_GRADIENTS)
-def test_storing_under_autograd_is_not_supported(name: str) -> None:
-    shape = (12,) if "weight" in name else (4, 16, 2, 12) if "cache" in name else (13, 3 if name == "q" else 2, 12)
-    call = REQUIRING_GRADIENTS[name](torch.ones(shape).requires_grad_())
-    message = f"{name}: got a tensor that requires gradients, want torch.no_grad()"
-    with pytest.raises(UnsupportedError, match=f"^{re.escape(message)}$"):
-        call()
-    with torch.no_grad():
-        call()
-
-
 @pytest.mark.parametrize("name", ["key_cache", "k_cache"])
 def test_caches_with_2_to_the_31_slots_exceed_the_limit(name: str) -> None:
     cache = torch.zeros(1).expand(2**27, 16, 2, 12)
@@ -545,22 +475,18 @@ def test_caches_with_2_to_the_31_slots_exceed_the_limit(name: str) -> None:
         call()
 
 
-def test_caches_on_the_meta_device_do_not_share_memory() -> None:
-    shapes: dict[str, tuple[int, ...]] = {"q": (13, 3, 12), "k": (13, 2, 12), "v": (13, 2, 12)}
-    shapes |= dict.fromkeys(("key_cache", "value_cache"), (4, 16, 2, 12))
-    meta: dict[str, Any] = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    q, k = stores(**meta, slot_mapping=torch.arange(13, device="meta"), return_k=True)()
-    assert (q.shape, k.shape, q.device.type) == ((13, 3, 12), (13, 2, 12), "meta")
-
-
 def test_tensors_that_are_only_read_may_share_memory() -> None:
     same = heads(13, 2, 12)
     assert stores(k=same, v=same, inplace=True)()[1] is None
     assert stores(k=same, v=same, return_k=True)()[1].shape == same.shape
 
 
-@pytest.mark.parametrize("way", ["reference", "triton"])
-def test_rerotate_checks_slots_on_a_device_with_validate(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_on_a_device_are_checked_only_with_validate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
-    with pytest.raises(InvalidInputError, match=r"^slots\[1\]: got 64, want < 64, the number of slots of k_cache$"):
-        moves(slots=torch.tensor([3, 64]), validate=True, implementation=way)()
+    beyond, twice = torch.tensor([3, 64]), torch.tensor([3, 2, -1, -1, 3])
+    stores(slot_mapping=beyond)()
+    moves(slots=twice)()
+    with pytest.raises(InvalidInputError, match=r"^slot_mapping\[1\]: got 64, want < 64, the number of slots"):
+        stores(slot_mapping=beyond, validate=True)()
+    with pytest.raises(InvalidInputError, match=r"^slots\[4\]: got 3, the slot of token 0, want"):
+        moves(slots=twice, validate=True)()

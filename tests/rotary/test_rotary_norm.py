@@ -81,19 +81,9 @@ def test_every_dtype_of_heads_and_weights_is_rounded_once_in_outputs_and_caches(
     assert torch.equal(keys[:13], out)
 
 
-# Triton's interpreter truncates to bfloat16 instead of rounding, so bfloat16 is not measured in the interpreter.
-@pytest.mark.parametrize(
-    ("way", "dtype"),
-    [
-        ("reference", torch.float32),
-        ("reference", torch.bfloat16),
-        ("auto", torch.float32),
-        ("auto", torch.bfloat16),
-        pytest.param("triton", torch.float32, marks=pytest.mark.slow),
-    ],
-)
-def test_the_error_is_as_documented(way: Any, dtype: torch.dtype, tile: Any) -> None:
-    tile(32, 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["reference", "auto"])
+def test_the_error_is_as_documented(way: Any, dtype: torch.dtype) -> None:
     rotary, table = Rotary(128), packed("rope-tie")
     q, w = device_heads(32, 32, 128, dtype), weight(128, dtype)
 
@@ -104,7 +94,6 @@ def test_the_error_is_as_documented(way: Any, dtype: torch.dtype, tile: Any) -> 
 
     fused = error(apply_rotary(q, None, table, rotary, norm=Norm(w, eps=EPS), implementation=way)[0])
     separate = error(apply_rotary(rms_norm(q, (128,), w, EPS), None, table, rotary, implementation="reference")[0])
-    print(f"{way}, {dtype}: {fused:.2e}, separate operations {separate:.2e}")
     if dtype == torch.float32:
         assert max(fused, separate) <= 3.0 * 2.0**-23
     else:
@@ -126,9 +115,6 @@ def separate(x: Tensor, w: Tensor | None, norm: Norm, table: PositionTable, rota
     y = x.double() if norm.after else normed(x.double())
     y = torch.einsum("thc,tcd->thd", y, matrix)
     return normed(y) if norm.after else y
-
-
-"""Kernel cases not marked ``slow``: wanted gradients (q, k, weights a and b), normalised heads, and pairing."""
 
 
 @ORDERS
@@ -177,35 +163,3 @@ def test_gradients_without_tokens_or_heads_are_zero() -> None:
             grads = torch.autograd.grad(out.sum(), (q, w))
             assert out.shape == grads[0].shape == q.shape
             assert torch.equal(grads[1], torch.zeros_like(w))
-
-
-# Norms of models.
-
-
-def norm_module(name: str) -> Any:
-    """Return a model's own norm for 32 channels."""
-    if name == "torch":
-        return torch.nn.RMSNorm(32, EPS)
-    if name == "Gemma 3":
-        return pytest.importorskip("transformers.models.gemma3.modeling_gemma3").Gemma3RMSNorm(32, EPS)
-    return pytest.importorskip("transformers.models.qwen3.modeling_qwen3").Qwen3RMSNorm(32, EPS)
-
-
-# Importing Transformers takes seconds.
-@pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Qwen3", "Gemma 3"))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_and_rotation_agree_with_model_norms_up_to_rounding(dtype: Any, name: str) -> None:
-    modeling = norm_module(name).to(dtype).to(DEVICE)
-    with torch.no_grad():
-        modeling.weight.copy_(weight(32))
-    rotary, table = Rotary(32), packed("rope-tie")
-    q = device_heads(32, 4, 32, dtype)
-    with torch.no_grad():
-        want, _ = apply_rotary(modeling(q), None, table, rotary)
-        norm = Norm(modeling.weight, eps=EPS, offset=float(name == "Gemma 3"))
-        got, _ = apply_rotary(q, None, table, rotary, norm=norm)
-    # mmpos rounds once; the models may round after the norm, the product with the weight, and the rotation.
-    lengths = want.float().reshape(32, 4, 2, 16).norm(dim=2).repeat(1, 1, 2)
-    assert_within(got, want, (2 * RELATIVE + gamma(4, dtype)) * lengths)
-    if dtype == torch.bfloat16:
-        assert not torch.equal(got, want)

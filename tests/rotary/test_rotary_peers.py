@@ -40,72 +40,32 @@ def transformers(model: str, name: str, part: str = "modeling") -> Any:
 def batch_of(rotary: Rotary, scheme: str) -> tuple[PositionTable, Tensor, Tensor, Tensor]:
     """Return a padded batch: the table, (axes, batch, seq) ids, and q and k in layout bhsd."""
     positions = place(SEGMENTS, scheme).pad()
-    shape = positions.num_documents, positions.max_seqlen
-    ids = torch.from_numpy(positions.dense(dtype="int64")).reshape(-1, *shape)
-    return (
-        positions,
-        ids,
-        normal(shape[0], 4, shape[1], rotary.head_dim),
-        normal(shape[0], 2, shape[1], rotary.head_dim),
-    )
+    batch, seq = positions.num_documents, positions.max_seqlen
+    ids = torch.from_numpy(positions.dense(dtype="int64")).reshape(-1, batch, seq)
+    return positions, ids, normal(batch, 4, seq, rotary.head_dim), normal(batch, 2, seq, rotary.head_dim)
 
 
-TEXT_MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("llama", "LlamaConfig", "LlamaRotaryEmbedding", {}),
-    ("cohere", "CohereConfig", "CohereRotaryEmbedding", {}),
-    ("ernie4_5", "Ernie4_5Config", "Ernie4_5RotaryEmbedding", {}),
-    ("glm4", "Glm4Config", "Glm4RotaryEmbedding", {}),
-]
-MROPE_MODELS: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("qwen2_vl", "Qwen2VLTextConfig", "Qwen2VLRotaryEmbedding", {}),
-    ("qwen2_5_vl", "Qwen2_5_VLTextConfig", "Qwen2_5_VLRotaryEmbedding", {}),
-    ("qwen3_vl", "Qwen3VLTextConfig", "Qwen3VLTextRotaryEmbedding", {}),
-    ("glm4v", "Glm4vTextConfig", "Glm4vTextRotaryEmbedding", {"head_dim": 128, "partial_rotary_factor": 0.5}),
-]
-VISION_MODELS = [
-    ("qwen2_vl", "Qwen2VLVisionConfig", "Qwen2VLVisionRotaryEmbedding"),
-    ("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionRotaryEmbedding"),
-]
+MODELS = {
+    "llama": ("LlamaConfig", "LlamaRotaryEmbedding", {}),
+    "cohere": ("CohereConfig", "CohereRotaryEmbedding", {}),
+    "qwen2_vl": ("Qwen2VLTextConfig", "Qwen2VLRotaryEmbedding", {}),
+    "qwen3_vl": ("Qwen3VLTextConfig", "Qwen3VLTextRotaryEmbedding", {}),
+    "glm4v": ("Glm4vTextConfig", "Glm4vTextRotaryEmbedding", {"head_dim": 128, "partial_rotary_factor": 0.5}),
+}
 
 
-@pytest.mark.parametrize(
-    ("model", "config", "module", "arguments"),
-    TEXT_MODELS + MROPE_MODELS,
-    ids=[row[0] for row in TEXT_MODELS + MROPE_MODELS],
-)
-def test_rotations_agree_with_transformers_language_models(
-    model: str, config: str, module: str, arguments: Any
-) -> None:
+# test_hf_classes.py compares the scores of all classes, which do not depend on the order of channels.
+@pytest.mark.parametrize("model", MODELS)
+def test_rotated_channels_agree_with_transformers(model: str) -> None:
+    config, module, arguments = MODELS[model]
     hf_config = transformers(model, config, "configuration")(**arguments)
-    rotary = Rotary.from_hf_config(hf_config, precision="hf")
-    mrope = rotary.mrope_section is not None
-    if not mrope:
-        rotary = Rotary.from_hf_config(hf_config, precision="hf", axes=1)
-    positions, ids, q, k = batch_of(rotary, "mrope" if mrope else "flatten")
-    cos, sin = transformers(model, module)(hf_config)(q, ids if mrope else ids[0])
+    axes = 1 if model in ("llama", "cohere") else 3
+    rotary = Rotary.from_hf_config(hf_config, precision="hf", axes=axes)
+    positions, ids, q, k = batch_of(rotary, "flatten" if axes == 1 else "mrope")
+    cos, sin = transformers(model, module)(hf_config)(q, ids[0] if axes == 1 else ids)
     theirs = transformers(model, "apply_rotary_pos_emb")(q, k, cos, sin)
     assert_close(apply_rotary(q, k, positions, rotary, layout="bhsd"), theirs)
     assert_close(apply_rotary(q, k, ids, rotary, layout="bhsd"), theirs)
-
-
-def test_deepseek_rotates_adjacent_pairs_and_returns_them_as_halves() -> None:
-    rotary = Rotary(head_dim=64, axes=1, pairing="adjacent")
-    positions, _, q, k = batch_of(rotary, "flatten")
-    cos, sin = mmpos.rotary.cos_sin(Rotary(head_dim=64, axes=1), positions, layout="transformers")
-    theirs = transformers("deepseek_v3", "apply_rotary_pos_emb_interleave")(q, k, cos, sin)
-    ours = apply_rotary(q, k, positions, rotary, layout="bhsd")
-    assert_close([torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in ours if x is not None], theirs, error=0)
-
-
-@pytest.mark.parametrize(("model", "config", "module"), VISION_MODELS, ids=[row[0] for row in VISION_MODELS])
-def test_rotations_agree_with_transformers_vision_encoders(model: str, config: str, module: str) -> None:
-    hf_config = transformers(model, config, "configuration")()
-    rotary = Rotary.from_hf_config(hf_config, precision="hf")
-    positions = place(SegmentTable.from_documents([[Grid(6, 8)], [Grid(4, 2, frames=3)]]), "grid-2d")
-    q, k = normal(positions.num_tokens, 4, rotary.head_dim), normal(positions.num_tokens, 4, rotary.head_dim)
-    cos, sin = transformers(model, module)(hf_config)(q, torch.from_numpy(positions.dense()).T)
-    theirs = transformers(model, "apply_rotary_pos_emb_vision")(q, k, cos, sin)
-    assert_close(apply_rotary(q, k, positions, rotary), theirs)
 
 
 def test_rotations_agree_with_ligers_mrope_kernel() -> None:

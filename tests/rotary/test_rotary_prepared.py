@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from functions_called import functions_called
 from torch import Tensor
 
+from mmpos import Placeholders, PositionTable, SegmentTable, place
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, rerotate, rotate_and_store
 from mmpos.rotary.kernel import tiling
@@ -21,6 +23,11 @@ WEIGHT = torch.ones(64, requires_grad=True)
 
 def heads(count: int) -> Tensor:
     return torch.randn(16, count, 64, generator=torch.Generator().manual_seed(count))
+
+
+def placed() -> PositionTable:
+    table = SegmentTable.from_input_ids(np.array([1, 2, 9, 9, 9, 9, 3]), Placeholders(image=9), [[1, 2, 2]])
+    return place(table, "rope-tie")
 
 
 def train(norm: Norm | None = None) -> None:
@@ -39,12 +46,13 @@ def store(**changed: Any) -> None:
     ("most", "call"),
     [
         (8, lambda: apply_rotary(heads(4), None, IDS, ROTARY)),
+        (51, lambda: apply_rotary(heads(4)[:7], None, placed(), Rotary(64))),
         (20, train),
-        (20, lambda: train(Norm(WEIGHT, WEIGHT))),
+        (22, lambda: train(Norm(WEIGHT, WEIGHT))),
         (26, store),
         (28, lambda: rerotate(torch.zeros(20, 4, 64), torch.arange(16), IDS, IDS + 1, ROTARY)),
     ],
-    ids=["inference", "training", "training with a norm", "store", "rerotate"],
+    ids=["inference", "inference with a new table", "training", "training with a norm", "store", "rerotate"],
 )
 def test_a_warm_call_runs_few_functions(most: int, call: Callable[[], object]) -> None:
     assert functions_called(call) <= most
@@ -100,11 +108,13 @@ def test_kernels_are_kept_by_dtypes_strides_alignment_and_numbers(monkeypatch: p
         def __init__(self) -> None:
             self.compiled: list[Any] = []
 
-        def __getitem__(self, _grid: tuple[int, ...]) -> Callable[..., Any]:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            assert grid in ((3, 2), (3, 2, 1))
             return self
 
         def __call__(self, *arguments: Any, **constants: Any) -> Kernel | None:
             if "num_warps" in constants:
+                assert constants == {"num_warps": 4, "enable_fp_fusion": False, "BLOCK": constants["BLOCK"]}
                 self.compiled.append(arguments)
             return self
 

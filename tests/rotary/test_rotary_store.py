@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotary_oracle import BY_AXES, DTYPES, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
+from rotary_oracle import DTYPES, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
 from rotary_oracle import heads as heads_on_host
 from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, flat, write
 from tolerance import ARITHMETIC, INTERPRETED, assert_within, truncation, unit
 from torch import Tensor
 
-from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, paged, rerotate, rotate_and_store
 from mmpos.rotary.kernel import tiling
 
@@ -339,18 +339,6 @@ def test_nothing_is_written_outside_a_cache(slots: list[int], way: Any, monkeypa
     assert_holds(cache, want)
 
 
-def test_validate_refuses_slots_that_the_host_did_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a device
-    pages, slots = torch.zeros(4, 16, 2, 12), torch.tensor([[3, 64]], dtype=torch.int32)
-    assert torch.equal(paged.slots_of(slots, 1, 2, pages, validate=False), slots[0])
-    with pytest.raises(InvalidInputError, match=r"^slot_mapping\[1\]: got 64, want < 64, the number of slots"):
-        paged.slots_of(slots, 1, 2, pages, validate=True)
-    twice = torch.tensor([3, 2, -1, -1, 3])
-    assert torch.equal(paged.slots_of(twice, 1, 5, pages, validate=False), twice)
-    with pytest.raises(InvalidInputError, match=r"^slot_mapping\[4\]: got 3, the slot of token 0, want"):
-        paged.slots_of(twice, 1, 5, pages, validate=True)
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("way", ["reference", "auto", "triton"])
 def test_autograd_detects_that_saved_tensors_were_written(way: Any, inplace: bool) -> None:
@@ -365,11 +353,3 @@ def test_autograd_detects_that_saved_tensors_were_written(way: Any, inplace: boo
     for total in saved:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()
-
-
-@pytest.mark.parametrize("name", ROTARIES)
-def test_every_allocation_is_rerotated(name: str) -> None:
-    rotary = ROTARIES[name]
-    old, new = packed(BY_AXES[rotary.axes], 3).slice(4, 17), packed(BY_AXES[rotary.axes], 800).slice(0, 13)
-    keys = heads(13, 2, rotary.head_dim)
-    assert_moved(moved("reference", keys, old, new, rotary), keys, old, new, rotary)

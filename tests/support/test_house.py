@@ -62,7 +62,6 @@ ALLOWED = {
     "mmpos.rotary.device": {"torch._C"},  # no public function reports whether a torch mode observes operators
     # Without a dual level, no tensor has a tangent, and unpacking q and k would take 2 of 9 µs.
     "mmpos.rotary.memory": {"torch._C", "_len_torch_dispatch_stack", "_current_level"},
-    "mmpos.rotary.operators": {"torch._ops"},  # the operators' type, for annotations
     "mmpos_bench.cuda": {"torch.cuda._sleep"},  # keeps a stream busy for a known time
 }
 """Exceptions to rule 8 of CONTRIBUTING.md, by module, each with its reason."""

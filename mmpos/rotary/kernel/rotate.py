@@ -96,12 +96,12 @@ def rotary_kernel(
 def launch_rotate(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: RotationArguments, norm: Norm = NO_NORM,
     stored: Stored | None = None,
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """Do what ``reference.rotate_all`` does, and store k and v, in one launch, without allocating or waiting."""
     batch, seq, q_heads, head_dim = q.shape
     tokens, k_heads = batch * seq, k.shape[2]
     if tokens == 0:
-        return True
+        return
     v, key_cache, value_cache, slots, return_k = (None, None, None, None, True) if stored is None else stored
     width = tiling.width(head_dim, rotation.num_pairs, not norm.is_none)
     block, shares, warps = tiling.tiles(tokens, q_heads + k_heads * (1 if stored is None else 2), width)
@@ -109,9 +109,10 @@ def launch_rotate(
     of = tiling.pieces_of if norm.is_none and stored is None else tiling.channels_of
     channels = of(head_dim, rotation.num_pairs, rotation.adjacent)
     rows = max(block * width // channels.pairs_padded, tiling.power_of_two(channels.pieces))
-    sizes = (
-        (0, 1, 1) if slots is None else (slots.shape[0], key_cache.shape[0] * key_cache.shape[1], key_cache.shape[1])
-    )
+    values, sizes = None, (None, None, None)
+    if stored is not None:
+        values, (blocks, size) = tiling.channels_of(v.shape[3], 0), key_cache.shape[:2]
+        sizes = slots.shape[0], blocks * size, size
     with tiling.on(q.device):
         tiling.launch(
             rotary_kernel, (tiling.cdiv(tokens, rows // channels.pieces), shares), warps,
@@ -119,11 +120,10 @@ def launch_rotate(
             rotation.positions, rotation.frequencies, rotation.pair_axis, *tiling.norm_arguments(norm),
             tokens, seq, rotation.positions.shape[1], rotation.positions.stride(0), q_heads, k_heads, *sizes,
             rotation.attention_factor,
-            CHANNELS=channels, VALUE_CHANNELS=tiling.channels_of(head_dim if v is None else v.shape[3], 0),
+            CHANNELS=channels, VALUE_CHANNELS=values,
             ANGLES=tiling.angles_of(rotation), COPY_Q_REST=q.data_ptr() != q_out.data_ptr(),
             COPY_K_REST=k.data_ptr() != k_out.data_ptr(), BLOCK=rows, NORM_AFTER=norm.after,
         )  # fmt: skip
-    return True
 
 
 @triton.jit(

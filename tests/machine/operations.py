@@ -66,7 +66,7 @@ def divided(a: Array, b: Array) -> Array:
     """Divide and round towards zero; a division by zero, whose result is undefined, gives −1."""
     quotient = a // np.where(b == 0, 1, b).astype(a.dtype)
     inexact = (a != quotient * b) & ((a < 0) != (b < 0))
-    return np.where(b == 0, -1, quotient + inexact).astype(a.dtype)
+    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient + inexact).astype(a.dtype)
 
 
 def shifted_left(a: Array, by: Array) -> Array:

@@ -134,7 +134,7 @@ def test_the_command_line_reads_a_token(server: str, tmp_path: Path, capsys: pyt
     file = tmp_path / "token"
     file.write_text(TOKEN)
     options = ["--server", server, "--token-file", str(file)]
-    for command in (["positions", "3"], ["build", "abc"], ["info"], ["health"]):
+    for command in (["positions", "3"], ["info"], ["health"]):
         assert run(capsys, "remote", *command, *options)[::2] == (0, "")
     message = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
     assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", message)

@@ -290,7 +290,8 @@ def described(progress: Progress) -> str:
     words = [f"{progress.read * scale:,.{digits}f}{of} {unit}"]
     kept = progress.kept
     if kept.documents + kept.skipped:
-        words += [f"{counted(kept.documents, 'document', ',')} kept", *[f"{counts.documents:,} added"][: bool(records)]]
+        words += [f"{counted(kept.documents, 'document', ',')} kept"]
+        words += [f"{counts.documents:,} added"] if records else []
     else:
         words += [counted(counts.documents, "document", ",")]
     words += [f"{counts.skipped:,} skipped"] if counts.skipped else []

@@ -188,7 +188,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         f"cu_seqlens: got {cu_seqlens}, want 0 first and 3 tokens last": ([1, 2, 3], None, {"cu_seqlens": cu_seqlens})
         for cu_seqlens in ([0, 2], [1, 3], [])
     },
-    "cu_seqlens[2]: got 2 after 2, want at least one token": ([1, 2, 3], None, {"cu_seqlens": [0, 2, 2, 3]}),
+    "cu_seqlens[2]: got 1 after 1, want at least one token": ([1, 2, 3], None, {"cu_seqlens": [0, 1, 1, 3]}),
     "cu_seqlens: got dtype float64, want integers": ([1, 2, 3], None, {"cu_seqlens": [0.0, 3.0]}),
     "cu_seqlens cannot be combined with attention_mask": ([1], None, {"cu_seqlens": [0, 1], "attention_mask": [1]}),
     # Other arguments.

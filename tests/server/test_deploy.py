@@ -338,7 +338,7 @@ def test_a_service_notifies_systemd_when_it_starts_and_stops(
     torchless["NOTIFY_SOCKET"] = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(torchless["NOTIFY_SOCKET"])
-        manager.settimeout(60)
+        manager.settimeout(300)
         server = start("--workers", workers)
         assert manager.recv(100) == b"READY=1"
         server.process.terminate()

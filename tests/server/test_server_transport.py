@@ -21,7 +21,7 @@ from mmpos_server import app, arrivals, listening
 from mmpos_server.config import load
 from mmpos_server.testing import running
 
-REQUEST, LARGE_REQUEST, WAIT = (message(query(name)) for name in ("echo 1", "large", "wait"))
+REQUEST, LARGE_REQUEST = (message(query(name)) for name in ("echo 1", "large"))
 REFLECTIONS = (REFLECTION, REFLECTION.replace("v1alpha", "v1"))
 
 

@@ -11,10 +11,8 @@ from mmpos.support.extras import DISTRIBUTION
 
 __all__ = ["cores", "info", "print_info", "version", "version_of"]
 
-_PACKAGES = (
-    "numpy", "torch", "torchvision", "triton", "transformers", "pillow", "av", "pyarrow", "datasets", "grpcio",
-    "protobuf",
-)  # fmt: skip
+_PACKAGES = ("numpy", "torch", "torchvision", "triton", "transformers", "pillow", "av",
+             "pyarrow", "datasets", "grpcio", "protobuf")  # fmt: skip
 
 
 def info() -> dict[str, str]:

@@ -101,6 +101,8 @@ def test_every_shard_becomes_a_file_of_preprocessed_examples(tmp_path: Path, mon
     monkeypatch.setattr(runner, "run_local", late)
     summary = write_sequences(readers, tmp_path / "out", PAGES)
     assert 0 < summary.seconds < 1000, "workers that start slowly do not count"
+    monkeypatch.setattr(runner, "run_ray", late)
+    assert write_sequences(readers, tmp_path / "ray", PAGES, engine="ray").seconds > 1000, "the first file counts"
     assert [(Path(out.source).name, Path(out.path).name, out.counts, out.reused) for out in summary.outputs] == [
         ("s0.jsonl", "s0.parquet", COUNTS, False),
         ("s1.jsonl", "s1.parquet", COUNTS, False),

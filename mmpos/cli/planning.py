@@ -29,7 +29,7 @@ def plan_packs(
     ranks: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
     microbatches: Annotated[int, typer.Option(min=1, help="Number of packs per rank and step.")] = 1,
     config: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Model folder, for costs.", show_default="a 7B model")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of the model to plan for.", show_default="a 7B model")
     ] = None,
     patches_per_token: Annotated[int, typer.Option(min=1, help="Number of patches merged into one token.")] = 4,
 ) -> None:

@@ -311,7 +311,7 @@ def _print(summary: Summary, folder: str) -> None:
     values |= {name: f"{getattr(counts, name):,}" for name in ("documents", "tokens", "images", "skipped")}
     if counts.images_dropped:
         values["skipped"] += f", and {counted(counts.images_dropped, 'image', ',')} dropped"
-    speed = f"{summary.tokens_per_second:,.0f} tokens/s" if summary.seconds >= 1 else "all in less than a second"
+    speed = f"{summary.tokens_per_second:,.0f} tokens/s" if summary.seconds >= 1 else "not measured in under a second"
     values["speed"] = speed if added else "nothing was left to do"
     if summary.others:
         names = ", ".join(summary.others[:_OTHERS]) + (" …" if len(summary.others) > _OTHERS else "")

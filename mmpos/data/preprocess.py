@@ -51,7 +51,7 @@ class Progress:
         total: bytes or records of all inputs; None if that is unknown.
         unit: "bytes" or "records".
         reused: what earlier runs read.
-        seconds: time since the first record.
+        seconds: time since the first record, or with Ray since the start.
         counts: counts of this run.
         kept: counts of the files of earlier runs.
     """
@@ -71,7 +71,7 @@ class Summary:
 
     Args:
         outputs: finished files, in the order of the inputs and of the records in each input.
-        seconds: time since the first record of this run.
+        seconds: time since the first record of this run, or with Ray since its start.
         others: names of the inputs of earlier runs that this run was not given; their files stay in the folder.
     """
 
@@ -145,7 +145,9 @@ def write_sequences(
     tasks = _tasks(readers, where)
     with _locked(where):
         unfinished, kept, others = _resumed(job, tasks, where, overwrite)
-        progress, start = _Progress(report, tasks, kept), run_local if engine == "local" else run_ray
+        # Ray reports only finished files, so a run on Ray begins before its first one.
+        begun, start = (0.0, run_local) if engine == "local" else (time.monotonic(), run_ray)
+        progress = _Progress(report, tasks, kept, begun)
         try:
             _sweep(where)
             with closing(start(job, unfinished, workers)) as steps:
@@ -314,7 +316,9 @@ def _left(job: Job, files: Mapping[str, Mapping[int, str]], task: Task) -> tuple
 class _Progress:
     """Files of a run, finished or not; reported at intervals."""
 
-    def __init__(self, report: Callable[[Progress], None] | None, tasks: Sequence[Task], kept: Sequence[Step]) -> None:
+    def __init__(
+        self, report: Callable[[Progress], None] | None, tasks: Sequence[Task], kept: Sequence[Step], begun: float
+    ) -> None:
         self._report = report
         units = {"bytes" if "size" in task.facts else "records" for task in tasks}
         is_known = len(units) == 1 and all(task.size or "size" in task.facts for task in tasks)
@@ -325,7 +329,7 @@ class _Progress:
         self._finished = {(step.task, step.part): step.output for step in kept}
         self._open = dict[tuple[int, int], Output]()  # files that are being written
         self._read, self._counts = 0, Counts()  # of finished files of this run
-        self._begun = self._reported_at = 0.0
+        self._begun, self._reported_at = begun, 0.0  # 0 until the first step
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -334,7 +338,7 @@ class _Progress:
 
     @property
     def seconds(self) -> float:
-        """Time since the first record; 0 before it."""
+        """Time since the run began; 0 before it."""
         return time.monotonic() - self._begun if self._begun else 0.0
 
     def add(self, step: Step) -> None:

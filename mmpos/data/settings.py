@@ -18,6 +18,7 @@ from mmpos.schemes import SCHEMES
 __all__ = ["describe", "differences"]
 
 _NAMES = {f"{kind.__module__}.{kind.__qualname__}": name for name, kind in {**SCHEMES, **FORMATS}.items()}
+"""The names of schemes and formats, as users type them, by their classes."""
 
 _MAX_ITEMS = 64  # longest list or mapping whose items are described one by one
 _DIGEST = "sha256:"
@@ -49,7 +50,7 @@ def differences(got: Mapping[str, object], want: Mapping[str, object]) -> list[s
     """
     named: dict[str, str] = {}
     for path in dict.fromkeys([*want, *got]):
-        old, new = (repr(_NAMES.get(str(side.get(path)), side.get(path))) for side in (got, want))
+        old, new = (repr(_NAMES.get(str(value), value)) for value in (got.get(path), want.get(path)))
         if old == new or any(path.startswith((f"{outer}.", f"{outer}[")) for outer in named):
             continue
         hidden = any(value.startswith(f"'{_DIGEST}") for value in (old, new))

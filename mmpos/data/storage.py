@@ -258,9 +258,11 @@ class SequenceShard:
         stored = (file.metadata.metadata or {}).get(_METADATA)
         version = json.loads(stored)["version"] if stored else _VERSION
         if version != _VERSION:
+            file.close()
             got = f"sequences of version {version}"
             raise InvalidInputError(f"{self.path}: got {got}, want {_VERSION}; write them again")
         if absent := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
+            file.close()
             got = f"a Parquet file without the column {absent[0]!r}"
             raise InvalidInputError(f"{self.path}: got {got}, want preprocessed sequences, as a Stage returns them")
         return file

@@ -315,10 +315,10 @@ class PositionTable:
         """
         # Valid arguments skip the check, which costs more than writing thousands of ids.
         if axes is None and dtype is None:
-            core, arguments = native.core, (self.table, self.num_tokens, self.fractional)
+            core, table, tokens = native.core, self.table, self.num_tokens
             if out is None:
-                return expand.dense(*arguments)
-            if core is not None and isinstance(out, np.ndarray) and core.expand(*arguments, out, None, True):
+                return expand.dense(table, tokens, self.fractional)
+            if core and isinstance(out, np.ndarray) and core.expand(table, tokens, self.fractional, out, None, True):
                 return out
         wanted = range(self.axes) if axes is None else self._checked_axes(axes)
         ids = self._checked_out(out, dtype, len(wanted))

@@ -67,17 +67,20 @@ class Form(NamedTuple):
     tangent: bool
 
 
+class TensorWithoutStrides:
+    """Type that error messages show for sparse and nested tensors."""
+
+
 def form_of(x: object) -> Form | type:
-    """Return the form of a tensor, or the type of any other object, such as a tensor without strides."""
-    if not isinstance(x, Tensor) or x.layout is not torch.strided:
-        return _SPARSE if isinstance(x, Tensor) else type(x)
+    """Return the form of a tensor, or a type: of any other object, or for a tensor without strides."""
+    if not isinstance(x, Tensor):
+        return type(x)
+    if x.layout is not torch.strided:
+        return TensorWithoutStrides
     graded = x.requires_grad and torch.is_grad_enabled()
     # Without a level, no tensor has a forward-mode gradient, and unpacking takes longer than the other fields.
     level = not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", 0) >= 0
     return Form(x.dtype, x.shape, x.stride(), x.device, graded, level and has_tangent(x))
-
-
-_SPARSE = type("SparseTensor", (), {})
 
 
 def got(form: Form | type) -> object:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import cache
-from itertools import chain
 from types import MappingProxyType
 
 from mmpos.errors import InvalidInputError, UnsupportedError
@@ -116,7 +115,7 @@ _FAMILIES: tuple[tuple[type[Scheme], ...], ...] = (
     (JoyImage, Bagel, OmniGen2),
 )
 
-SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType({scheme.name: scheme for scheme in chain(*_FAMILIES)})
+SCHEMES: Mapping[str, type[Scheme]] = MappingProxyType({kind.name: kind for family in _FAMILIES for kind in family})
 """All schemes by name; each accepts grids of any height and width."""
 
 

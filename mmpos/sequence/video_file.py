@@ -49,7 +49,7 @@ def read_frames(
         try:
             data = io.BytesIO(file) if isinstance(file, bytes) else stack.enter_context(open(file, "rb"))
         except (OSError, ValueError) as error:  # the latter from a null byte
-            raise InvalidInputError(f"got {getattr(error, 'strerror', 0) or error}, want a file to read") from error
+            raise InvalidInputError(f"got {getattr(error, 'strerror', None) or error}, want a file to read") from error
         try:
             container = av.open(data, container_options={"format_whitelist": _FORMATS}, io_open=_refuse)
             stack.enter_context(container)

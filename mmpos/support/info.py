@@ -11,8 +11,8 @@ from mmpos.support.extras import DISTRIBUTION
 
 __all__ = ["cores", "info", "print_info", "version", "version_of"]
 
-_PACKAGES: tuple[str, ...] = ("numpy", "torch", "torchvision", "triton", "transformers", "pillow", "av")
-_PACKAGES += ("pyarrow", "datasets", "grpcio", "protobuf")
+_PACKAGES = ("numpy", "torch", "torchvision", "triton", "transformers", "pillow", "av",
+             "pyarrow", "datasets", "grpcio", "protobuf")  # fmt: skip
 
 
 def info() -> dict[str, str]:

@@ -216,6 +216,15 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytes
     assert json.loads(capsys.readouterr().out)["suite"] == "positions"
 
 
+def test_pages_select_cases_that_exist() -> None:
+    pages = " ".join(" ".join(page.read_text(encoding="utf-8").split()) for page in PAGES)
+    selected = re.findall(r"mmpos bench (\w+)(?: --peers)* --only (?:'([^']+)'|\"([^\"]+)\"|(\w+))", pages)
+    assert len(selected) == pages.count(" --only ") >= 5
+    for suite, *words in selected:
+        titles = [case.title for case in import_module(f"mmpos_bench.{suite}").cases(SuiteOptions(quick=True))]
+        assert any("".join(words) in title for title in titles), (suite, words)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -18,7 +18,7 @@ from omni import BUILDER, CLIP
 from results import assert_equal
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torch.utils.data._utils import pin_memory as pin
 
 from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError
@@ -371,6 +371,15 @@ def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any,
     rows, seq, _ = mask.shape
     for row in range(rows):
         assert torch.equal(mask[row], want.reshape(rows, seq, rows, seq)[row, :, row])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_takes_the_mask_and_returns_zeros_for_padding() -> None:
+    batch = PaddedCollator()([example("a", 3), example("b", 5)])
+    block_mask = create_block_mask(batch.mask_mod(), 2, None, 5, 5, device="cpu", BLOCK_SIZE=16)
+    q, k, v = (torch.ones(2, 1, 5, 16) for _ in range(3))
+    out: Any = flex_attention(q, k, v, block_mask=block_mask)
+    assert out[:, 0, :, 0].round().tolist() == [[1, 1, 1, 0, 0], [1] * 5]
 
 
 def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:

@@ -171,7 +171,7 @@ def test_rows_with_an_error_are_left_out_wherever_they_stand(tmp_path: Path, mon
             rows.close()
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = SequenceShard(tmp_path / "x.parquet")
     with pytest.raises(FileNotFoundError):
         shard.count()
@@ -179,11 +179,17 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"x\.parquet: got no Parquet file \(.+\), want preprocessed sequences"):
         shard.count()
     footer = json.dumps({"version": 1, "axes": 2, "facts": {}})
-    for metadata, message in (({}, "a Parquet file without the column 'error', want"),
-                              ({"mmpos": footer}, "sequences of version 1, want 4; write them again")):  # fmt: skip
+    wrong: list[tuple[dict[str, str], str]] = [
+        ({}, "a Parquet file without the column 'error', want"),
+        ({"mmpos": footer}, "sequences of version 1, want 4; write them again"),
+    ]
+    for metadata, message in wrong:
         parquet.write_table(pa.table({"key": ["a"]}).replace_schema_metadata(metadata), shard.path)
+        file = parquet.ParquetFile(shard.path)
+        monkeypatch.setattr(storage, "open_parquet", lambda *_, file=file, **__: file)
         with pytest.raises(InvalidInputError, match=rf"x\.parquet: got {message}"):
             next(shard.examples())
+        assert file.closed
     with pytest.raises(RecordError, match=r"a.parquet\[3\]: got a raw record, want a record of a SequenceShard"):
         get_example({"text": "a"}, Location("a.parquet", 3))
 

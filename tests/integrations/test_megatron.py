@@ -19,6 +19,7 @@ import pytest
 import torch
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import _PerDocumentHeadTailLoadBalancer
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.integrations.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
@@ -212,6 +213,18 @@ def test_megatrons_model_has_the_same_logits_with_the_module(model: Any) -> None
     model.rotary_pos_emb = MultimodalRotaryEmbedding(SECTIONS)
     for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
         assert_within(model(input_ids, positions, mask), want, bound)
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_rank_has_the_tokens_that_megatron_and_torch_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank in range(3):
+        batch = get_batch_on_this_cp_rank({"tokens": torch.arange(24).view(2, 12)}, Ranks(rank, 3))
+        assert batch["tokens"].flatten().tolist() == ROWS.shard_indices(rank, 3).tolist()
+    per_document = _PerDocumentHeadTailLoadBalancer([PACKED.lengths.tolist()], 2, "cpu")._generate_indices()[0]
+    assert [x.tolist() for x in per_document.chunk(2)] == [PACKED.shard_indices(rank, 2).tolist() for rank in (0, 1)]
 
 
 def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:

@@ -30,8 +30,6 @@ from mmpos.integrations.hf.get_rope_index import OmniRopeIndex, RopeIndex, Timed
 from mmpos.integrations.models import MODEL_TYPES
 from mmpos.support import native
 
-VECTORS = Path(__file__).parents[1] / "golden/conformance/models"
-
 
 def both_ways() -> Iterator[None]:
     """Yield once with the C extension, if it was built, and once without it."""

@@ -124,6 +124,7 @@ WANT_ROWS = "want (max_position, 12), cos of all pairs of rotary, then sin"
 WANT_Q = "want a tensor of float32, bfloat16 or float16"
 
 BAD_EPS: list[Any] = [0.0, 1e-39, float("nan"), float("inf"), 1e39, 10**400, "1e-6"]
+NESTED = torch.nested.nested_tensor([zeros(2, 8), zeros(3, 8)], layout=torch.jagged)
 BAD_OFFSETS: list[Any] = [float("inf"), -1e39, "1"]
 
 # Error messages, and the calls that raise them.
@@ -132,11 +133,12 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "k: got shape (16, 2, 32), want (16, 2, 16) as for q, except for the heads": [calls(packed(), packed(head_dim=32))],
     f"q: got NoneType, {WANT_Q}": [calls(None, packed())],
     f"q: got torch.float64, {WANT_Q}": [calls(packed(dtype=torch.float64))],
-    f"q: got SparseTensor, {WANT_Q}": [calls(packed().to_sparse()), calls(packed().to_sparse(), inplace=True)],
-    "positions: got SparseTensor, want DevicePositions, a PositionTable or a tensor of ids":
+    f"q: got TensorWithoutStrides, {WANT_Q}":
+        [calls(packed().to_sparse()), calls(packed().to_sparse(), inplace=True), calls(NESTED)],
+    "positions: got TensorWithoutStrides, want DevicePositions, a PositionTable or a tensor of ids":
         [calls(packed(), positions=IDS.to_sparse())],
-    "qkv: got SparseTensor, want a tensor": [splits(ZEROS.to_sparse())],
-    "slots: got SparseTensor, want a tensor of int32 or int64": [moves(slots=torch.arange(13).to_sparse())],
+    "qkv: got TensorWithoutStrides, want a tensor": [splits(ZEROS.to_sparse())],
+    "slots: got TensorWithoutStrides, want a tensor of int32 or int64": [moves(slots=torch.arange(13).to_sparse())],
     "k: got torch.bfloat16 on cpu with 3 dimensions, want torch.float32 on cpu with 3 as for q":
         [calls(packed(), packed(dtype=torch.bfloat16))],
     "k: got torch.float32 on meta with 3 dimensions, want torch.float32 on cpu with 3 as for q":

@@ -168,7 +168,6 @@ SHARD = positions_pb2.Shard(world_size=1, layout=99)  # type: ignore[arg-type]
 GRID: dict[str, Any] = {"kind": [2], "height": [1], "width": [2], "segments_per_document": [1]}
 CLIP: dict[str, Any] = {"kind": [5], "height": [1], "width": [2], "segments_per_document": [1]}
 KINDS, TYPES = names(table_pb2.SegmentKind, 1), names(tensor_pb2.DataType, 1)
-FLOATS: dict[str, Any] = {"dtype": "DATA_TYPE_FLOAT32"}
 WANT = "want 1, one for each"
 DENSE = "DATA_TYPE_UNSPECIFIED, DATA_TYPE_INT32, DATA_TYPE_INT64, DATA_TYPE_FLOAT64"
 STRIDE: dict[str, Any] = {"spans": SPANS, "scheme": {"name": "rope-tie", "stride": 4}}

@@ -32,7 +32,7 @@ from mmpos.schemes import (
 from mmpos.segments import Thumbnail, Tile
 from mmpos.segments.kinds import Audio, Segment
 
-HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
+HALF = Fraction(1, 2)
 
 
 def test_an_image_in_bagel_consumes_one_id() -> None:

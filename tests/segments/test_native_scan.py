@@ -196,5 +196,5 @@ def test_documents_become_their_segments_in_c_as_in_python(name: str) -> None:
         if batch.known and not damages:
             assert result == batch.table(), arguments
             known += 1
-    assert scans >= valid * 0.6 - 300 * (name == "audio and rows"), (scans, valid)
+    assert name == "audio and rows" or scans >= valid * 0.6, (scans, valid)
     assert known >= 20

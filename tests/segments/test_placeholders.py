@@ -42,8 +42,8 @@ IN_FRAMES = [1, *[IMAGE] * 4, 2, *[IMAGE] * 3]
 EXTRA: dict[str, Any] = {
     "placeholders": Placeholders(IMAGE, VIDEO, rows=(IMAGE, IMAGE)),
     "video_grid_thw": [[2, 1, 2], [3, 1, 1]],
+    "frames_apart": True,
 }
-EXTRA["frames_apart"] = True
 AUDIO_TOO = Placeholders(IMAGE, VIDEO, AUDIO)
 CROPS = Placeholders(IMAGE, VIDEO, crops=MARKERS)
 ALIKE = Placeholders(IMAGE, crops=CropMarkers(BEGIN, END, END, END, NEWLINE))

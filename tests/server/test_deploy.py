@@ -91,6 +91,7 @@ def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
     for arguments in (CONTAINER["args"], image_arguments()):
         options = options_of(arguments)
         assert (options["listen"], options["metrics"]) == ([f"0.0.0.0:{ports['grpc']}"], f"0.0.0.0:{ports['page']}")
+    assert options_of(unit_arguments())["metrics"] == "127.0.0.1:9090"
     probes = {name: CONTAINER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
     is_ready, is_live = {"path": "/readyz", "port": "page"}, {"path": "/livez", "port": "page"}
     assert probes == {"startup": is_ready, "readiness": is_ready, "liveness": is_live}
@@ -338,7 +339,7 @@ def test_a_service_notifies_systemd_when_it_starts_and_stops(
     torchless["NOTIFY_SOCKET"] = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(torchless["NOTIFY_SOCKET"])
-        manager.settimeout(60)
+        manager.settimeout(300)
         server = start("--workers", workers)
         assert manager.recv(100) == b"READY=1"
         server.process.terminate()

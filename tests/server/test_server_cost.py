@@ -21,7 +21,7 @@ from PIL import Image
 from serving import serving
 from waiting import eventually
 
-from mmpos import Grid, MmposError, SegmentTable, Text
+from mmpos import MmposError, SegmentTable, Text
 from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
 from mmpos.errors import LimitExceededError
 from mmpos.images import ImageProcessor, decode
@@ -55,7 +55,6 @@ IMAGES = Spans([1000], [4 * i + 1 for i in range(250)], [[1, 1, 2]] * 250)
 
 OVERLAPPING = Take([0] * 500, [1000] * 500)
 TEXT = SegmentTable.from_documents([[Text(9)]] * 3)
-FRAMES = SegmentTable.from_documents([[Text(1), Grid(2, 2, frames=5), Text(1)]])
 
 ESTIMATES: dict[str, tuple[PositionsQuery, float]] = {
     "texts": (PositionsQuery(TEXT), 3),

@@ -93,7 +93,7 @@ def test_the_page_of_several_workers_has_their_sums_the_longest_lag_and_each_pro
     assert seen(registry) == expected(5, servers=2, running=1, lag=2)
     monkeypatch.undo()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # prometheus_client closes the files of a worker nowhere
+        warnings.simplefilter("ignore", ResourceWarning)  # prometheus_client never closes the files of a worker
         gc.collect()
 
 

@@ -391,7 +391,7 @@ def _prepared(
         cache = cache_of(cos_sin, rotary, positions, ids, validate)
         rotation = rotation._replace(frequencies=cache, attention_factor=1.0)
     q_weight, k_weight = (None if weight is None else weight.contiguous() for weight in (q_weight, k_weight))
-    return views, Norm._make((q_weight, k_weight, *numbers)), rotation, graded
+    return views, Norm(q_weight, k_weight, *numbers), rotation, graded
 
 
 @checked_once

@@ -61,7 +61,7 @@ def _rotate_in_place(q: Tensor, k: Tensor, *arguments: Any) -> None:
 
 def _rotation_and_norm(arguments: Sequence[Any]) -> tuple[RotationArguments, Norm]:
     count = len(NO_NORM)
-    return RotationArguments(*arguments[count:]), Norm._make(arguments[:count])
+    return RotationArguments(*arguments[count:]), Norm(*arguments[:count])
 
 
 def rotate_into(
@@ -128,7 +128,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     q, k, q_weight, k_weight, *tensors = ctx.saved_tensors
-    norm, rotation = Norm._make((q_weight, k_weight, *ctx.norm)), RotationArguments(*tensors, *ctx.rotation)
+    norm, rotation = Norm(q_weight, k_weight, *ctx.norm), RotationArguments(*tensors, *ctx.rotation)
     wanted = list(ctx.needs_input_grad[:4])
     # A tensor whose gradients are not wanted is passed with 0 heads.
     kept = [x if wanted[i] or wanted[2 + i] else None if x is None else x[:, :, :0] for i, x in enumerate((q, k))]

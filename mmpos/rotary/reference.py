@@ -301,13 +301,10 @@ LARGEST = 2.0**127
 """Largest power of two in float32: larger values may overflow to infinity, and infinity times 0 is NaN."""
 
 
-class Norm(
-    NamedTuple(
-        "Norm",
-        [("q_weight", Tensor | None), ("k_weight", Tensor | None), ("eps", float), ("offset", float), ("after", bool)],
-    )
-):
+class Norm(NamedTuple):
     """RMSNorm of each head: x / √(mean(x²) + eps) · (weight + offset), over all its channels.
+
+    The call that uses a norm checks its values.
 
     Source: arXiv 1910.07467 (RMSNorm).
 
@@ -317,24 +314,13 @@ class Norm(
         eps: added to the mean of squares; from 2⁻¹²⁶ to 2¹²⁷.
         offset: added to the weights; 1.0 for Gemma, which stores the factor minus 1.0.
         after: whether to normalise after the rotation instead of before it.
-
-    Raises:
-        InvalidInputError: eps, offset or after is invalid.
     """
 
-    __slots__ = ()
-
-    def __new__(
-        cls, q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
-        after: bool = False,
-    ) -> Norm:  # fmt: skip
-        """Check the numbers; the weights are checked with q and k."""
-        boolean("norm.after", after)
-        if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
-            raise InvalidInputError(f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
-        if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
-            raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
-        return super().__new__(cls, q_weight, k_weight, eps, offset, after)
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 1e-6
+    offset: float = 0.0
+    after: bool = False
 
     @property
     def is_none(self) -> bool:
@@ -353,7 +339,7 @@ NO_NORM = Norm()
 
 
 def check_norm(
-    q: Form, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: float, offset: float, after: bool
+    q: Form, k: Form | type, q_weight: Form | type, k_weight: Form | type, eps: object, offset: object, after: object
 ) -> tuple[float, float, bool]:
     """Check a norm against the forms of q and k; return eps, offset and after, as in ``NO_NORM`` without weights.
 
@@ -361,7 +347,11 @@ def check_norm(
         InvalidInputError: a weight does not match q or k, or a number is out of range.
         UnsupportedError: a weight has a forward-mode tangent.
     """
-    Norm(None, None, eps, offset, after)  # _replace checks nothing
+    boolean("norm.after", after)
+    if not (isinstance(eps, int | float) and LEAST_EPS <= eps <= LARGEST):
+        raise InvalidInputError(f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷")
+    if not (isinstance(offset, int | float) and abs(offset) <= LARGEST):
+        raise InvalidInputError(f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷")
     if k is NoneType and k_weight is not NoneType:
         raise InvalidInputError("norm.k_weight: got a weight without k, want None")
     weights = [(name, weight) for name, weight in (("q", q_weight), ("k", k_weight)) if weight is not NoneType]

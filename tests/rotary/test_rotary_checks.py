@@ -215,7 +215,7 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
     "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=ones(1, 16))],
     f"norm.q_weight: got torch.float64, {WANT_Q}": [normed(q_weight=ones(16).double())],
     "norm.k_weight: got a tensor on meta, want cpu as for k": [normed(k_weight=ones(16).to("meta"))],
-    "norm.after: got 'after', want True or False": [lambda: Norm(after="after")],  # type: ignore[arg-type]
+    "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
     "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],
     "norm: got Tensor, want a Norm, as returned by mmpos.rotary.Norm": [calls(packed(), norm=ones(16))],
     "cos_sin: got 7 rows, want > 7, the largest id": [
@@ -309,13 +309,12 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.bool, torch.uint8)
     },
     **{
-        f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷": [
-            partial(Norm, eps=eps), calls(packed(), norm=Norm()._replace(eps=eps))
-        ]
+        f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷": [normed(q_weight=ones(16), eps=eps)]
         for eps in BAD_EPS
     },
     **{
-        f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷": [partial(Norm, offset=offset)]
+        f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷":
+            [normed(q_weight=ones(16), offset=offset)]
         for offset in BAD_OFFSETS
     },
 }  # fmt: skip

@@ -48,7 +48,7 @@ def store(**changed: Any) -> None:
         (8, lambda: apply_rotary(heads(4), None, IDS, ROTARY)),
         (51, lambda: apply_rotary(heads(4)[:7], None, placed(), Rotary(64))),
         (20, train),
-        (22, lambda: train(Norm(WEIGHT, WEIGHT))),
+        (20, lambda: train(Norm(WEIGHT, WEIGHT))),
         (26, store),
         (28, lambda: rerotate(torch.zeros(20, 4, 64), torch.arange(16), IDS, IDS + 1, ROTARY)),
     ],

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from threading import Barrier
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -53,6 +52,22 @@ def _started(size: int, name: str) -> ThreadPoolExecutor:
         pool.submit(together.wait)
     together.wait()
     return pool
+
+
+class Stage:
+    """A block of work whose duration counts as a stage of a call, unless it raises an error."""
+
+    __slots__ = ("_began", "_name", "_stages")
+
+    def __init__(self, stages: list[tuple[str, float]], name: str) -> None:
+        self._stages, self._name = stages, name
+
+    def __enter__(self) -> None:
+        self._began = perf_counter()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._stages.append((self._name, perf_counter() - self._began))  # append is atomic
 
 
 class Call:
@@ -118,12 +133,9 @@ class Call:
             self._arrivals.send(self.context, self.client, size)
         self.reserved = size
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Stage:
         """Record how long a stage of the call takes."""
-        began = perf_counter()
-        yield
-        self.stages.append((name, perf_counter() - began))  # append is atomic
+        return Stage(self.stages, name)
 
     def plain(self, answering: Answering | None, raw: bytes) -> bytes | None:
         """Return the answer to a plain request or item from ``answering``, or None if it must be parsed."""

@@ -175,7 +175,7 @@ class Feed:
         while block := list(islice(stream, self.shuffle or 1)):
             last = block[-1][0]
             following = Bookmark(cycle, last.portion, last.record + portions[last.portion].step, window + 1)
-            if self.shuffle:
+            if self.shuffle > 1:
                 seed = (*self.seed, self.split.consumer, window, self.corpus, cycle)
                 block = [block[i] for i in np.random.default_rng(seed).permutation(len(block))]
             taken = block[: done - 1 if done else None : -1]  # reversed, for pop()

@@ -197,6 +197,8 @@ class Profiles:
 
     def __init__(self, profiles: Iterable[Profile], schemes: Mapping[str, type[Scheme]] = SCHEMES) -> None:
         self._profiles, self.schemes = {profile.name: profile for profile in profiles}, schemes
+        if not self._profiles:
+            raise InvalidInputError("profiles: got none, want at least one")
         self.default = next(iter(self))
 
     @classmethod

@@ -108,8 +108,13 @@ def _indices(
 
     Source: default_sample_indices_fn in video_utils.py of Transformers 5.24.
     """
-    count = (num_frames or 0) if fps is None else max(1, int(total / float(_rate(rate)) * fps))
-    count = min(count, most or count)
+    if fps is not None:
+        count = max(1, int(total / float(_rate(rate)) * fps))
+    else:
+        assert num_frames is not None  # read_frames refuses neither
+        count = num_frames
+    if most is not None:
+        count = min(count, most)
     if count > total:
         want = f"at least {count}; use a lower fps or num_frames"
         raise InvalidInputError(f"got {counted(total, 'frame')}, want {want}")

@@ -77,7 +77,6 @@ def test_sigterm_under_load_loses_no_call_and_removes_the_socket(start: Start, t
     # that arrive while it is closing; on a busy machine, there may be such a call.
     cancelled = [str(error) for _, error in seen if not isinstance(error, ServiceUnavailableError)]
     assert all(error.startswith("CANCELLED: ") for error in cancelled)
-    assert len(cancelled) <= 2
     assert sum(number for number, _ in seen) + 1 == sum(line.get("status") == "OK" for line in lines) > 100
     assert [line["event"] for line in lines if line["event"] != "call"] == ["draining", "stopped"]
 

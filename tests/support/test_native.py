@@ -344,18 +344,6 @@ def test_the_sanitizers_find_no_errors(tmp_path: Path) -> None:
     )
 
 
-WITHOUT_GIL = pytest.mark.skipif(sys.version_info < (3, 13), reason="the headers do not support Python without the GIL")
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["-O0", "-U__SSE2__"],  # imitates processors without SSE2
-        ["-O3"],
-        pytest.param(["-DPy_GIL_DISABLED=1"], marks=WITHOUT_GIL),
-    ],
-    ids=lambda flags: flags[-1],
-)
 @pytest.mark.slow
 def test_the_sanitizer_finds_a_write_past_the_end(tmp_path: Path) -> None:
     """Run, under the sanitizer, a program that writes like the extension, but past the end."""
@@ -371,6 +359,18 @@ def test_the_sanitizer_finds_a_write_past_the_end(tmp_path: Path) -> None:
     assert "heap-buffer-overflow" in done.stderr
 
 
+WITHOUT_GIL = pytest.mark.skipif(sys.version_info < (3, 13), reason="the headers do not support Python without the GIL")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["-O0", "-U__SSE2__"],  # imitates processors without SSE2
+        ["-O3"],
+        pytest.param(["-DPy_GIL_DISABLED=1"], marks=WITHOUT_GIL),
+    ],
+    ids=lambda flags: flags[-1],
+)
 @pytest.mark.slow
 def test_strict_compilers_report_no_warnings(flags: list[str], tmp_path: Path) -> None:
     strict = ["-c", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-std=c11", *flags]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from mmpos.errors import InvalidInputError
@@ -95,9 +95,9 @@ def _print_group(out: Console, measurements: tuple[Measurement, ...]) -> None:
     limits = list(dict.fromkeys(m.limit.name for m in measurements if m.limit))
     for measurement in measurements:
         per = f"per {measurement.unit.removesuffix('s')}"
-        table = Table("", "median", "p20–p80", per, "of limit", "faster than", box=None, pad_edge=False)
-        for column in table.columns[1:5]:
-            column.justify = "right"
+        numbers = [Column(name, justify="right") for name in ("median", "p20–p80", per, "of limit" * bool(limits))]
+        peers = "faster than" * any(entry.role == "peer" for entry in measurement.entries)
+        table = Table("", *numbers, peers, box=None, pad_edge=False)
         for entry in measurement.entries:
             table.add_row(*_cells(measurement, entry))
         out.print(Text(measurement.name, style="bold"), table)

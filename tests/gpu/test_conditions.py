@@ -83,7 +83,7 @@ CALLS = [
     Launch("rerotate"),
     Launch("dense"),
 ]
-"""Launches that together use every operator and kernel."""
+"""Launches of each kind and direction, with and without a norm."""
 
 later = pytest.mark.gpu if GPU else pytest.mark.slow
 """The mark for tests that the interpreter runs only in `make slow`, since `make test` runs similar tests."""

@@ -387,10 +387,14 @@ CASES: list[tuple[Any, Any, Any]] = [
     *((Chat(), changed(CHAT_RECORD, (*TURN, name), flag), f"messages[2].{name}: got {flag}, {TRAINED}")
       for name, flag in (("weight", 0), ("weight", 0.5), ("loss", False))),
     (Chat(), {**CHAT_RECORD, "label": False}, f"label: got False, {TRAINED}"),
+    (LLaVA(images=LOCAL), changed(LLAVA_RECORD, ("conversations", 1, "loss"), False),
+     f"conversations[1].loss: got False, {TRAINED}"),
+    (FineVision(), {"texts": [{**FINE_TURNS[0], "weight": 0}]}, f"texts[0].weight: got 0, {TRAINED}"),
     (Chat(ChatTemplate(user=Turn("", ""))), user(), EMPTY),
     (Chat(), user({"type": "image_url", "image_url": {"url": PNG_URL, "detail": "low"}}), "messages[0].content[0]"
      ".image_url.detail: got 'low', want auto or none, since the ImageProcessor determines the size of images"),
-    (Chat(), user({"type": "input_image", "image_url": PNG_URL, "detail": "low"}), "messages[0].content[0].detail: "),
+    *((Chat(), user({**part, "detail": "low"}), "messages[0].content[0].detail: got 'low', want auto or none")
+      for part in ({"type": "input_image", "image_url": PNG_URL}, {"type": "image", "image": PNG})),
     *((Chat(), user({"type": "image", **part}), f"messages[0].content[0].{name}: got 5, want none")
       for name in ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
       for part in ({"image": PNG, name: 5}, {name: 5, "image": PNG})),

@@ -199,6 +199,8 @@ def called(name: str, origin: str, function: Callable[[Any], Any], argument: obj
         return function(argument)
     except ServiceError:
         raise
+    except InvalidInputError as error:
+        raise RecordError(f"{name}: {error}") from error
     except Exception as error:
         got = f"{type(error).__name__} ({str(error)[:200]}) from {origin}"
         raise RecordError(f"{name}: got {got}, want {want}") from error

@@ -24,7 +24,7 @@ from mmpos.data import paths
 from mmpos.data.examples import MakeExample
 from mmpos.data.job import Counts, Job, Output, Step, Task, facts_of_input, run_local, run_ray, settings_of
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, skips_images
-from mmpos.data.readers import SUFFIXES, Reader
+from mmpos.data.readers import SUFFIXES, Reader, checked_readers
 from mmpos.data.settings import differences
 from mmpos.data.storage import SequenceShard
 from mmpos.errors import InvalidInputError
@@ -161,7 +161,7 @@ def write_sequences(
 
 
 def _tasks(readers: Sequence[Reader], folder: str) -> list[Task]:
-    if not readers:
+    if not (readers := checked_readers("readers", readers)):
         raise InvalidInputError("readers: got none, want at least one shard")
     if paths.kind_of(folder) == "file":
         raise InvalidInputError(f"folder: got {folder!r}, which is a file, want a folder")

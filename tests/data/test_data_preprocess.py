@@ -446,6 +446,8 @@ BOTH = f"got {SAME[0]!r} and {SAME[1]!r}, both of which would become 'out/s0.par
         ({"preprocess": 3}, "preprocess: got int, want a callable that takes a record and a location"),
         ({"overwrite": 1}, "overwrite: got 1, want True or False"),
         ({"readers": ()}, "readers: got none, want at least one shard"),
+        ({"readers": "a/s0.jsonl"}, "readers[0]: got str, want a Reader, as returned by mmpos.data.shards(paths)"),
+        ({"folder": 3}, "folder: got 3, want a path or a URL"),
         ({"folder": Path("a/s0.jsonl")}, "folder: got 'a/s0.jsonl', which is a file, want a folder"),
         ({"readers": SAME}, f"readers: {BOTH}"),
         ({"readers": ("a/s0.jsonl", "b/s0.part00001.jsonl")},
@@ -460,7 +462,8 @@ def test_invalid_arguments_are_refused(tmp_path: Path, change: dict[str, Any], m
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
     arguments: dict[str, Any] = {"readers": ("a/s0.jsonl",), "folder": Path("out"), "preprocess": PAGES} | change
-    arguments["readers"] = [one for path in arguments["readers"] for one in shards(path)]
+    if isinstance(arguments["readers"], tuple):
+        arguments["readers"] = [one for path in arguments["readers"] for one in shards(path)]
     with pytest.raises(InvalidInputError) as refused:
         write_sequences(**arguments)
     assert str(refused.value) == message

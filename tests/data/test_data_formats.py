@@ -345,7 +345,8 @@ CASES: list[tuple[Any, Any, Any]] = [
     (HFImages(), {"image": None}, "text: got columns ['image'], want a column with this name"),
     (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {REFERENCE}"),
     *((HFImages(), {**A_CAT, **more}, [CAT, "a cat"]) for more in (
-        {"origin": "shots/1.png"}, {"image_url": "http://host/cat.jpg"}, {"image_id": 5},
+        {"origin": "shots/1.png"}, {"meta": {"image": None, "image_url": "a.png", "id": 5}},
+        {"image_url": "http://host/cat.jpg"}, {"image_id": 5},
         {"images": [], "video": False, "audio": None, "photos": "[]", "clips": {"bytes": None, "path": ""}})),
     (HFImages(), {**A_CAT, "mask": struct(PNG)}, "mask: got"),
     (HFImages(), {**A_CAT, "depth": [Image.new("L", (2, 2))]}, "depth: got"),
@@ -403,6 +404,8 @@ CASES: list[tuple[Any, Any, Any]] = [
     (Chat(), changed(talk("a"), ("messages", 0, "images"), ["a.jpg"]), "messages[0].images: got ['a.jpg'], want none"),
     (Chat(), user({"type": "text", "text": "a", "image": "b"}), "messages[0].content[0].image: got 'b', want none"),
     (Chat(), talk("a", clip=[None, "https://host/a.MP4"]), "clip: got [None, 'https://host/a.MP4'], want none"),
+    *((Chat(), talk("a", media=media), f"media: got {media}, want none")
+      for media in ([{"image": "a"}], {"b": {"videos": ["a"]}})),
     # Media beside the turns
     (Chat(images=LOCAL, media=media),
      talk("A <image>B<image>\n", "C", "<video>D<audio><image>",

@@ -240,7 +240,7 @@ def is_empty(value: Any, depth: int = 3) -> bool:
 
 
 def _is_media(name: object, value: Any, placed: bool) -> bool:
-    """Return whether a column carries media: by its name, or since it holds images, their bytes, structs or files."""
+    """Return whether a column carries media: by its name, or since it holds images, files, bytes or such a struct."""
     if match := _MEDIA.fullmatch(str(name)):
         return not isinstance(value, int | float) and not (placed and match["origin"])
     item = next((item for item in value if item is not None), None) if is_list(value) else value
@@ -249,7 +249,7 @@ def _is_media(name: object, value: Any, placed: bool) -> bool:
     if isinstance(item, Mapping):
         if item.keys() == {"bytes", "path"} or item.keys() >= {"array", "sampling_rate"}:
             return True
-        item = item.get("bytes")
+        return any(not is_empty(inner) and _is_media(member, inner, placed) for member, inner in item.items())
     return is_of("PIL.Image", "Image", item) or (isinstance(item, bytes) and _SIGNATURE.match(item) is not None)
 
 

@@ -314,7 +314,7 @@ def _print(summary: Summary, folder: str) -> None:
     values["speed"] = speed if added else "nothing was left to do"
     if summary.others:
         names = ", ".join(summary.others[:_OTHERS]) + (" …" if len(summary.others) > _OTHERS else "")
-        values["not given"] = f"{counted(len(summary.others), 'input', ',')} of earlier runs, with files in it: {names}"
+        values["not given"] = f"{counted(len(summary.others), 'input', ',')} of earlier runs: {names}"
     report.show_values(values)
     for reason, count in summary.reasons.most_common(_REASONS):
         typer.echo(f"{count:,} × {reason}")

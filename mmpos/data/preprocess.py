@@ -396,5 +396,6 @@ def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | No
     for stem, parts in sorted(inputs.items()):
         if not parts or not facts[parts[-1]]["is_last"] or len(parts) != max(files[stem]) + 1:
             got = f"{len(parts)} of the files of {run['inputs'][stem]['source']}"
-            raise InvalidInputError(f"{path}: got {got}, want all; run mmpos preprocess again to finish them")
+            want = "all; run mmpos preprocess again with this input, or remove it from the inputs in this file"
+            raise InvalidInputError(f"{path}: got {got}, want {want}")
     return shards

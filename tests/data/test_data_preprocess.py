@@ -325,8 +325,13 @@ def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> N
 
     with pytest.raises(InvalidInputError, match=r"s0\.jsonl: got a file that changed while it was read"):
         write_sequences(shards(path), tmp_path / "out", editing)
-    with pytest.raises(InvalidInputError, match=r"got 2 of the files of s0\.jsonl, want all"):
+    with pytest.raises(
+        InvalidInputError, match=r"got 2 of the files of s0\.jsonl, want all; .*, or remove it from the i"
+    ):
         sequence_shards(tmp_path / "out")
+    run = json.loads((tmp_path / "out/_run.json").read_text())
+    (tmp_path / "out/_run.json").write_text(json.dumps({**run, "inputs": {}}))
+    assert sequence_shards(tmp_path / "out") == []
 
 
 def test_further_inputs_are_added_changed_ones_are_refused_and_those_not_given_are_named(
@@ -343,7 +348,7 @@ def test_further_inputs_are_added_changed_ones_are_refused_and_those_not_given_a
     assert main(command(second.source)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "files       1 in out: kept 1, added 0"
-    assert "not given   2 inputs of earlier runs, with files in it: s0.jsonl, s2.jsonl" in lines
+    assert "not given   2 inputs of earlier runs: s0.jsonl, s2.jsonl" in lines
     correct(second.source)
     before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(InvalidInputError, match=r"s1\.jsonl with modified 20.*, want 1970-01-01 00:00:00\.000000001 U"):

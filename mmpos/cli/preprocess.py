@@ -65,6 +65,8 @@ class RecordFlags:
             raise InvalidInputError(f"--format: got {name!r}{want}")
         if self.images_from is not None and not self.images_from.is_dir():
             raise InvalidInputError(f"--images-from: got {str(self.images_from)!r}, want a folder")
+        if self.images_from is not None and name == "texts":
+            raise InvalidInputError("--images-from cannot be combined with --format texts")
         records = FORMATS[name](images=Images(self.images_from))
         own = getattr(builder.tokenizer, "inner", None)
         if hasattr(records, "template") and getattr(own, "chat_template", None) is None:
@@ -86,7 +88,7 @@ class SequenceFlags:
     ] = None
     image_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Image processor option, such as patch_size=16.", show_default=False),
+        typer.Option(metavar="NAME=VALUE", help="Image option, such as std=[0.5,0.5,0.5].", show_default=False),
     ] = None
     tokenizer: Annotated[
         str | None, typer.Option(metavar="bytes|FILE", help="Bytes, or a tokenizer.json.", show_default="bytes")
@@ -242,7 +244,7 @@ def _model_tokenizer(folder: Path) -> Any:
 
 def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> Any:
     """Apply the values of a repeatable option, NAME=VALUE, to settings."""
-    known = [field.name for field in fields(target) if field.init]
+    known, assigned = [field.name for field in fields(target) if field.init], set[str]()
     for assignment in assignments or ():
         name, equals, value = assignment.partition("=")
         if not equals:
@@ -250,6 +252,9 @@ def _assigned(option: str, target: Any, assignments: Sequence[str] | None) -> An
         if name not in known:
             want = f"{did_you_mean(name, known)}, want one of {', '.join(known)}"
             raise InvalidInputError(f"{option} {assignment}: got {name!r}{want}")
+        if name in assigned:
+            raise InvalidInputError(f"{option} {assignment}: got {name!r} again, want each name once")
+        assigned.add(name)
         with naming(f"{option} {assignment}"):
             target = replace(target, **{name: _value(value)})
     return target
@@ -315,7 +320,7 @@ def _print(summary: Summary, folder: str) -> None:
     values["speed"] = speed if added else "nothing was left to do"
     if summary.others:
         names = ", ".join(summary.others[:_OTHERS]) + (" …" if len(summary.others) > _OTHERS else "")
-        values["not given"] = f"{counted(len(summary.others), 'input', ',')} of earlier runs, with files in it: {names}"
+        values["not given"] = f"{counted(len(summary.others), 'input', ',')} of earlier runs: {names}"
     report.show_values(values)
     for reason, count in summary.reasons.most_common(_REASONS):
         typer.echo(f"{count:,} × {reason}")

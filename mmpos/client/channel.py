@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -242,6 +243,7 @@ _UNTRUSTED = {
 # How the messages of grpc begin if it cannot connect, with the reason at their end; and those of a broken connection.
 _ABSENT = ("failed to connect", "errors resolving", "connections to all backends failing")
 _BROKEN = ("Socket closed", "Connection reset")
+_LAST = re.compile(r"ipv[46]:(\S+): ")
 
 # The message of the server's transport for a request that is too large, which no handler of the server sees.
 _TOO_LARGE = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
@@ -291,6 +293,8 @@ def _reason(details: str, options: Options, answered: bool) -> str:
         hint = " (a server that requires client certificates closes it: Tls(..., certificate, key))"
     elif broken:
         hint = " (a server that does not trust tls.certificate closes it)"
+    elif (last := _LAST.search(details)) and (where := unquote(last[1])) not in options.address:
+        hint = f" at {where}, the last address tried"  # gRPC does not report why the others failed
     want = "want a running server: start one with mmpos serve, or pass another address"
     return f"{options.address}: got {reason}{hint}, {want}"
 

@@ -74,6 +74,8 @@ class Document:
         if not self.pieces:
             raise RecordError(f"{self.key}: got no parts, want at least one")
         for i, piece in enumerate(self.pieces):
+            if not isinstance(piece, Piece):
+                raise InvalidInputError(f"{self.key}: pieces[{i}]: got {type(piece).__name__}, want a Piece")
             if not isinstance(piece.train, bool):
                 raise InvalidInputError(f"{self.key}: pieces[{i}].train: got {piece.train!r}, want True or False")
 
@@ -256,7 +258,9 @@ class Preprocess:
                 which no policy for records or images skips.
             ServiceError: the builder is a client whose server does not answer.
         """
-        document = getattr(self.format, "read_document", self.format)(record, location)
+        document: object = getattr(self.format, "read_document", self.format)(record, location)
+        if not isinstance(document, Document):
+            raise InvalidInputError(f"format: got {type(document).__name__} for {location}, want a Document")
         fault = next((piece.part.error for piece in document.pieces if isinstance(piece.part, BrokenImage)), None)
         if fault is None:
             try:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from mmpos.data.examples import Example, Location, MakeExample, Record
 from mmpos.data.packing import Batcher, Batching, Packer
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, Quarantine, QuarantineFile, skips_images
-from mmpos.data.readers import Reader
+from mmpos.data.readers import Reader, checked_readers
 from mmpos.data.stream import BatchStream, Draws, Feed, Split, SplitBy, Stop, StreamState
 from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.sequence.builder import InterleavedSequence
@@ -341,16 +341,11 @@ _Corpus: TypeAlias = tuple[tuple[Reader, ...], MakeExample]
 
 def _corpus(key: str, shards: Iterable[object], preprocess: object) -> _Corpus:
     """Check the shards and preprocess of a corpus with this key in a blend, or "" outside one."""
-    readers = []
-    for i, shard in enumerate(shards):
-        if not isinstance(shard, Reader):
-            got = type(shard).__name__
-            raise InvalidInputError(f"shards{key}[{i}]: got {got}, want a reader; readers.shards opens files")
-        readers.append(shard)
+    readers = checked_readers(f"shards{key}", shards)
     if not callable(preprocess):
         got = type(preprocess).__name__
         raise InvalidInputError(f"preprocess{key}: got {got}, want a Preprocess, or get_example")
-    return tuple(readers), preprocess
+    return readers, preprocess
 
 
 def _lengths(shard: Reader, batching: Batching) -> IntArray | None:

@@ -43,8 +43,10 @@ def checked_path(name: str, path: str | os.PathLike[str]) -> str:
     's3://bucket/folder'
 
     Raises:
-        InvalidInputError: the URL holds credentials, which would be printed and stored, or options.
+        InvalidInputError: it is neither, or the URL holds credentials, which would be printed and stored, or options.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidInputError(f"{name}: got {path!r}, want a path or a URL")
     text = os.fsdecode(path)
     url = _URL.fullmatch(text)
     if url is None:

@@ -24,7 +24,7 @@ from mmpos.data import paths
 from mmpos.data.examples import MakeExample
 from mmpos.data.job import Counts, Job, Output, Step, Task, facts_of_input, run_local, run_ray, settings_of
 from mmpos.data.quarantine import MAX_SKIPPED, OnError, skips_images
-from mmpos.data.readers import SUFFIXES, Reader
+from mmpos.data.readers import SUFFIXES, Reader, checked_readers
 from mmpos.data.settings import differences
 from mmpos.data.storage import SequenceShard
 from mmpos.errors import InvalidInputError
@@ -163,7 +163,7 @@ def write_sequences(
 
 
 def _tasks(readers: Sequence[Reader], folder: str) -> list[Task]:
-    if not readers:
+    if not (readers := checked_readers("readers", readers)):
         raise InvalidInputError("readers: got none, want at least one shard")
     if paths.kind_of(folder) == "file":
         raise InvalidInputError(f"folder: got {folder!r}, which is a file, want a folder")
@@ -400,5 +400,6 @@ def sequence_shards(folder: str | os.PathLike[str], preprocess: MakeExample | No
     for stem, parts in sorted(inputs.items()):
         if not parts or not facts[parts[-1]]["is_last"] or len(parts) != max(files[stem]) + 1:
             got = f"{len(parts)} of the files of {run['inputs'][stem]['source']}"
-            raise InvalidInputError(f"{path}: got {got}, want all; run mmpos preprocess again to finish them")
+            want = "all; run mmpos preprocess again with this input, or remove it from the inputs in this file"
+            raise InvalidInputError(f"{path}: got {got}, want {want}")
     return shards

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self, runtime_checkab
 from mmpos.data.examples import Location, Record, RecordError
 from mmpos.data.paths import BytesRead, base_name, checked_path, kind_of, matches, open_file, open_parquet
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import integer
+from mmpos.support.checks import instance, integer, listed
 from mmpos.support.extras import needed_for
 
 if TYPE_CHECKING:
@@ -453,7 +453,7 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
             suffix, or a URL holds credentials.
         OSError: a store does not respond; the error names the URL.
     """
-    entries = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    entries = [paths] if isinstance(paths, str | os.PathLike) else listed("paths", paths, "paths")
     patterns = [checked_path(f"paths[{i}]", path) for i, path in enumerate(entries)]
     readers: dict[str, Reader] = {}
     with ThreadPool(min(_REQUESTS, max(len(patterns), 1))) as threads:
@@ -470,6 +470,12 @@ def shards(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> 
                     raise InvalidInputError(f"paths[{i}]: got {name!r}, want {want}")
                 readers[name] = SUFFIXES[suffix](name)
     return list(readers.values())
+
+
+def checked_readers(name: str, readers: Iterable[object]) -> tuple[Reader, ...]:
+    """Check that each item is a reader."""
+    source, items = "mmpos.data.shards(paths)", enumerate(listed(name, readers, "readers"))
+    return tuple(instance(f"{name}[{i}]", item, Reader, source) for i, item in items)  # type: ignore[type-abstract]
 
 
 def _files(pattern: str) -> list[str]:

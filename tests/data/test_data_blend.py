@@ -221,7 +221,7 @@ def test_the_number_of_batches_is_known_if_the_blend_ends() -> None:
     [
         ({"shards": []}, "shards: got list, want a mapping from at least one name to readers"),
         ({"shards": {}}, "shards: got none, want a mapping from at least one name to readers"),
-        ({"shards": {"a": [3]}, "weights": {"a": 1}}, r"shards\['a'\]\[0\]: got int, want a reader"),
+        ({"shards": {"a": [3]}, "weights": {"a": 1}}, r"shards\['a'\]\[0\]: got int, want a Reader"),
         ({"weights": {"a": 1}}, r"weights: got \['a'\], want the names in shards: \['a', 'b'\]"),
         ({"weights": [3, 1]}, r"weights: got list, want the names in shards: \['a', 'b'\]"),
         ({"weights": {"a": 1, "b": 0}}, r"weights\['b'\]: got 0, want a finite number > 0"),

@@ -345,7 +345,8 @@ CASES: list[tuple[Any, Any, Any]] = [
     (HFImages(), {"image": None}, "text: got columns ['image'], want a column with this name"),
     (HFImages(), {"image": [struct(PNG), 5], "text": "a"}, f"image[1]: got 5, {REFERENCE}"),
     *((HFImages(), {**A_CAT, **more}, [CAT, "a cat"]) for more in (
-        {"origin": "shots/1.png"}, {"image_url": "http://host/cat.jpg"}, {"image_id": 5},
+        {"origin": "shots/1.png"}, {"meta": {"image": None, "image_url": "a.png", "id": 5}},
+        {"image_url": "http://host/cat.jpg"}, {"image_id": 5},
         {"images": [], "video": False, "audio": None, "photos": "[]", "clips": {"bytes": None, "path": ""}})),
     (HFImages(), {**A_CAT, "mask": struct(PNG)}, "mask: got"),
     (HFImages(), {**A_CAT, "depth": [Image.new("L", (2, 2))]}, "depth: got"),
@@ -387,10 +388,14 @@ CASES: list[tuple[Any, Any, Any]] = [
     *((Chat(), changed(CHAT_RECORD, (*TURN, name), flag), f"messages[2].{name}: got {flag}, {TRAINED}")
       for name, flag in (("weight", 0), ("weight", 0.5), ("loss", False))),
     (Chat(), {**CHAT_RECORD, "label": False}, f"label: got False, {TRAINED}"),
+    (LLaVA(images=LOCAL), changed(LLAVA_RECORD, ("conversations", 1, "loss"), False),
+     f"conversations[1].loss: got False, {TRAINED}"),
+    (FineVision(), {"texts": [{**FINE_TURNS[0], "weight": 0}]}, f"texts[0].weight: got 0, {TRAINED}"),
     (Chat(ChatTemplate(user=Turn("", ""))), user(), EMPTY),
     (Chat(), user({"type": "image_url", "image_url": {"url": PNG_URL, "detail": "low"}}), "messages[0].content[0]"
      ".image_url.detail: got 'low', want auto or none, since the ImageProcessor determines the size of images"),
-    (Chat(), user({"type": "input_image", "image_url": PNG_URL, "detail": "low"}), "messages[0].content[0].detail: "),
+    *((Chat(), user({**part, "detail": "low"}), "messages[0].content[0].detail: got 'low', want auto or none")
+      for part in ({"type": "input_image", "image_url": PNG_URL}, {"type": "image", "image": PNG})),
     *((Chat(), user({"type": "image", **part}), f"messages[0].content[0].{name}: got 5, want none")
       for name in ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
       for part in ({"image": PNG, name: 5}, {name: 5, "image": PNG})),
@@ -399,6 +404,8 @@ CASES: list[tuple[Any, Any, Any]] = [
     (Chat(), changed(talk("a"), ("messages", 0, "images"), ["a.jpg"]), "messages[0].images: got ['a.jpg'], want none"),
     (Chat(), user({"type": "text", "text": "a", "image": "b"}), "messages[0].content[0].image: got 'b', want none"),
     (Chat(), talk("a", clip=[None, "https://host/a.MP4"]), "clip: got [None, 'https://host/a.MP4'], want none"),
+    *((Chat(), talk("a", media=media), f"media: got {media}, want none")
+      for media in ([{"image": "a"}], {"b": {"videos": ["a"]}})),
     # Media beside the turns
     (Chat(images=LOCAL, media=media),
      talk("A <image>B<image>\n", "C", "<video>D<audio><image>",

@@ -516,7 +516,7 @@ FULL.add(PREPROCESS({"id": "a", "image": None, "text": "x"}, Location("a", 0)))
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shards": ["a.tar"]}, r"shards\[0\]: got str, want a reader; readers.shards opens files"),
+        ({"shards": ["a.tar"]}, r"shards\[0\]: got str, want a Reader, as returned by mmpos.data.shards\(paths\)"),
         ({"on_error": "skip"}, "quarantine: got None, want a path"),
         ({"preprocess": DROPPING}, "quarantine: got None, want a path; images are never dropped silently"),
         ({"on_error": "ignore"}, "on_error: got 'ignore', want one of 'raise', 'skip'"),

@@ -327,8 +327,13 @@ def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> N
 
     with pytest.raises(InvalidInputError, match=r"s0\.jsonl: got a file that changed while it was read"):
         write_sequences(shards(path), tmp_path / "out", editing)
-    with pytest.raises(InvalidInputError, match=r"got 2 of the files of s0\.jsonl, want all"):
+    with pytest.raises(
+        InvalidInputError, match=r"got 2 of the files of s0\.jsonl, want all; .*, or remove it from the i"
+    ):
         sequence_shards(tmp_path / "out")
+    run = json.loads((tmp_path / "out/_run.json").read_text())
+    (tmp_path / "out/_run.json").write_text(json.dumps({**run, "inputs": {}}))
+    assert sequence_shards(tmp_path / "out") == []
 
 
 def test_further_inputs_are_added_changed_ones_are_refused_and_those_not_given_are_named(
@@ -345,7 +350,7 @@ def test_further_inputs_are_added_changed_ones_are_refused_and_those_not_given_a
     assert main(command(second.source)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "files       1 in out: kept 1, added 0"
-    assert "not given   2 inputs of earlier runs, with files in it: s0.jsonl, s2.jsonl" in lines
+    assert "not given   2 inputs of earlier runs: s0.jsonl, s2.jsonl" in lines
     correct(second.source)
     before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(InvalidInputError, match=r"s1\.jsonl with modified 20.*, want 1970-01-01 00:00:00\.000000001 U"):
@@ -452,6 +457,8 @@ BOTH = f"got {SAME[0]!r} and {SAME[1]!r}, both of which would become 'out/s0.par
         ({"preprocess": 3}, "preprocess: got int, want a callable that takes a record and a location"),
         ({"overwrite": 1}, "overwrite: got 1, want True or False"),
         ({"readers": ()}, "readers: got none, want at least one shard"),
+        ({"readers": "a/s0.jsonl"}, "readers[0]: got str, want a Reader, as returned by mmpos.data.shards(paths)"),
+        ({"folder": 3}, "folder: got 3, want a path or a URL"),
         ({"folder": Path("a/s0.jsonl")}, "folder: got 'a/s0.jsonl', which is a file, want a folder"),
         ({"readers": SAME}, f"readers: {BOTH}"),
         ({"readers": ("a/s0.jsonl", "b/s0.part00001.jsonl")},
@@ -466,7 +473,8 @@ def test_invalid_arguments_are_refused(tmp_path: Path, change: dict[str, Any], m
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
     arguments: dict[str, Any] = {"readers": ("a/s0.jsonl",), "folder": Path("out"), "preprocess": PAGES} | change
-    arguments["readers"] = [one for path in arguments["readers"] for one in shards(path)]
+    if isinstance(arguments["readers"], tuple):
+        arguments["readers"] = [one for path in arguments["readers"] for one in shards(path)]
     with pytest.raises(InvalidInputError) as refused:
         write_sequences(**arguments)
     assert str(refused.value) == message
@@ -637,7 +645,9 @@ def test_command_options_are_passed_to_the_library(
              "--image-option max_token=9: got 'max_token' (did you mean 'max_tokens'?), want one of "),
             ("--marker row", "--marker: got 'row', want NAME=VALUE"),
             ("--image-option patch_size=big", "--image-option patch_size=big: patch_size: got 'big', want an integer"),
+            ("--marker row=8 --marker row=9", "--marker row=9: got 'row' again, want each name once"),
             ("--images-from none", "--images-from: got 'none', want a folder"),
+            ("-f texts --images-from .", "--images-from cannot be combined with --format texts"),
             ("--tokenizer none", "--tokenizer: got 'none', want bytes or the path of a tokenizer.json"),
             ("--tokenizer s0.jsonl", "--tokenizer: got 's0.jsonl', want a tokenizer.json ("),
             ("--config none", "--config: got 'none', want the folder of a model"),

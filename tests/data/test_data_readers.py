@@ -222,6 +222,8 @@ def test_paths_without_a_reader_are_refused(tmp_path: Path) -> None:
         (tmp_path / "b.tar", f"paths[0]: got '{tmp_path}/b.tar', want a file, or a pattern that matches files"),
         (f"{tmp_path}/*.parquet", f"paths[0]: got '{tmp_path}/*.parquet', want a file, or a pattern"),
         (tmp_path, f"paths[0]: got '{tmp_path}', want a file"),
+        (3, "paths: got 3, want a sequence of paths"),
+        ([3], "paths[0]: got 3, want a path or a URL"),
         ([tmp_path / "a.tar", f"{tmp_path}/*.tar"], f"paths[1]: got '{tmp_path}/a.tar' again, want each file once"),
     ]
     with pytest.raises(InvalidInputError, match="source: got a URL with the scheme s3 and credentials"):

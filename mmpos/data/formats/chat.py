@@ -55,6 +55,18 @@ class Conversation(RecordFormat):
         """Return the format with its own template, or with that of the tokenizer if it has none."""
         return self if self.template is not None else replace(self, template=template_of(tokenizer))
 
+    @staticmethod
+    def _turns(record: Field, column: str) -> list[Field]:
+        """Return the turns of a column, whose assistant turns must all be trained on."""
+        turns = record[column].items()
+        flags = [turn[name] for turn in turns for name in ("weight", "loss")]
+        if isinstance(record["label"].value, bool):  # of KTO
+            flags.append(record["label"])
+        for flag in flags:
+            if flag.value not in (None, 1):  # True is 1
+                raise flag.error("1 or none, since every assistant turn is trained on")
+        return turns
+
     def _conversation(self, record: Field, turns: _Turns) -> list[Piece]:
         """Replace placeholders by the media in the columns of the record, and add the text of the template."""
         if not turns:
@@ -174,15 +186,8 @@ class Chat(Conversation):
     """
 
     def _pieces(self, record: Field) -> list[Piece]:
-        messages = record["messages"].items()
-        flags = [message[name] for message in messages for name in ("weight", "loss")]
-        if isinstance(record["label"].value, bool):  # of KTO
-            flags.append(record["label"])
-        for flag in flags:
-            if flag.value not in (None, 1):  # True is 1
-                raise flag.error("1 or none, since every assistant turn is trained on")
         turns: _Turns = []
-        for message in messages:
+        for message in self._turns(record, "messages"):
             content = message["content"]
             if is_list(content.value):
                 parts = [part for item in content.items() for part in self._part(item)]
@@ -201,19 +206,18 @@ class Chat(Conversation):
             return [Placeholder(kind, part["index"])]
         if kind in _MEDIA:
             return [self._video_or_audio(part, kind)]
-        if kind == "image":
-            named = [name for name in _IMAGES if part.value.get(name) is not None]
-            if len(named) != 1:
-                raise part.error(f"one of {', '.join(_IMAGES)}", got=" and ".join(named) or "none")
-            image = part[named[0]]
-            if named == ["base64"]:
-                image = replace(image, value=f"data:;base64,{image.text()}")
-            return [self.images.read(image)]
         holder = part["image_url"] if kind == "image_url" else part
-        url, detail = holder["url" if kind == "image_url" else "image_url"], holder["detail"]
-        if detail.value not in (None, "auto"):
+        if (detail := holder["detail"]).value not in (None, "auto"):
             raise detail.error("auto or none, since the ImageProcessor determines the size of images")
-        return [self.images.read(url)]
+        if kind != "image":
+            return [self.images.read(holder["url" if kind == "image_url" else "image_url"])]
+        named = [name for name in _IMAGES if part.value.get(name) is not None]
+        if len(named) != 1:
+            raise part.error(f"one of {', '.join(_IMAGES)}", got=" and ".join(named) or "none")
+        image = part[named[0]]
+        if named == ["base64"]:
+            image = replace(image, value=f"data:;base64,{image.text()}")
+        return [self.images.read(image)]
 
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -233,7 +237,7 @@ class LLaVA(Conversation):
 
     def _pieces(self, record: Field) -> list[Piece]:
         turns: _Turns = []
-        for turn in record["conversations"].items():
+        for turn in self._turns(record, "conversations"):
             role = turn["from"]
             turns.append((replace(role, value=_ROLES[role.choice(_ROLES)]), _split(turn["value"])))
         no_image = all(is_empty(record.value.get(name)) for name in ("image", "images"))
@@ -258,5 +262,5 @@ class FineVision(Conversation):
     all_first: ClassVar[bool] = True
 
     def _pieces(self, record: Field) -> list[Piece]:
-        turns = [(turn, role) for turn in record["texts"].items() for role in ("user", "assistant")]
+        turns = [(turn, role) for turn in self._turns(record, "texts") for role in ("user", "assistant")]
         return self._conversation(record, [(replace(turn, value=role), _split(turn[role])) for turn, role in turns])

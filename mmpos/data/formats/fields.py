@@ -199,6 +199,8 @@ def called(name: str, origin: str, function: Callable[[Any], Any], argument: obj
         return function(argument)
     except ServiceError:
         raise
+    except InvalidInputError as error:
+        raise RecordError(f"{name}: {error}") from error
     except Exception as error:
         got = f"{type(error).__name__} ({str(error)[:200]}) from {origin}"
         raise RecordError(f"{name}: got {got}, want {want}") from error
@@ -238,7 +240,7 @@ def is_empty(value: Any, depth: int = 3) -> bool:
 
 
 def _is_media(name: object, value: Any, placed: bool) -> bool:
-    """Return whether a column carries media: by its name, or since it holds images, their bytes, structs or files."""
+    """Return whether a column carries media: by its name, or since it holds images, files, bytes or such a struct."""
     if match := _MEDIA.fullmatch(str(name)):
         return not isinstance(value, int | float) and not (placed and match["origin"])
     item = next((item for item in value if item is not None), None) if is_list(value) else value
@@ -247,7 +249,7 @@ def _is_media(name: object, value: Any, placed: bool) -> bool:
     if isinstance(item, Mapping):
         if item.keys() == {"bytes", "path"} or item.keys() >= {"array", "sampling_rate"}:
             return True
-        item = item.get("bytes")
+        return any(not is_empty(inner) and _is_media(member, inner, placed) for member, inner in item.items())
     return is_of("PIL.Image", "Image", item) or (isinstance(item, bytes) and _SIGNATURE.match(item) is not None)
 
 

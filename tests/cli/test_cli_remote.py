@@ -61,6 +61,7 @@ def profiles() -> Iterator[str]:
         scheme = { name = "rope-tie-v2", rounding = "floor" }
         [profiles.qwen]
         scheme = "mrope"
+        markers = { begin = 0, end = 8, patch = 9 }
     """
     with running(ServerConfig.read(config, Path("profiles.toml"))) as address:
         yield address
@@ -83,6 +84,11 @@ def test_a_profile_keeps_its_scheme_unless_another_is_requested(
     here = json.loads(run(*command, "--scheme", scheme)[1])
     assert there["position_ids"] == here["position_ids"]
     assert make_scheme(there["scheme"]) == make_scheme(scheme)
+
+
+def test_info_shows_the_markers_of_profiles(profiles: str, run: Run) -> None:
+    (row,) = (line for line in run("remote", "info", "--server", profiles)[1].splitlines() if line.startswith("qwen"))
+    assert row.split()[:5] == ["qwen", "mrope", "0", "8", "9"]
 
 
 def test_a_server_uses_the_scheme_in_the_document_file(profiles: str, run: Run, tmp_path: Path) -> None:

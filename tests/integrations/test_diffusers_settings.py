@@ -103,10 +103,11 @@ def test_every_diffusers_transformer_is_supported_or_refused() -> None:
     classes = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from diffusers import ModelMixin, models
+        from diffusers import ModelMixin
+        from diffusers.models import transformers
 
-        for module in pkgutil.iter_modules(models.transformers.__path__):
-            names = vars(importlib.import_module(f"{models.transformers.__name__}.{module.name}"))
+        for module in pkgutil.iter_modules(transformers.__path__):
+            names = vars(importlib.import_module(f"{transformers.__name__}.{module.name}"))
             classes |= {
                 name
                 for name, kind in names.items()
@@ -221,6 +222,7 @@ def test_sizes_must_be_multiples_of_a_patch_and_ids_must_fit_the_models_tables()
     )
     cog_fields = {"use_rotary_positional_embeddings": True, "patch_size_t": 2}
     cog = from_diffusers(of_class("CogVideoXTransformer3DModel", **cog_fields))
+    lumina = from_diffusers(of_class("Lumina2Transformer2DModel"))
     assert flux.grid(128, 96) == Grid(64, 48)
     packed = from_diffusers(of_class("BriaFibo2Transformer2DModel"))  # its pipeline packs 2 × 2 latents first
     assert packed.grid(128, 96) == Grid(32, 24)
@@ -242,6 +244,11 @@ def test_sizes_must_be_multiples_of_a_patch_and_ids_must_fit_the_models_tables()
         # The size of a reference shifts the text.
         (qwen, [[Text(5), Grid(8, 8), Grid(8194, 8)]], "[0]: got ids from 4097 to 4101 on axis 0, want -4096 to 4095"),
         (cog, [[Grid(31, 2, frames=2)]], "[0]: got ids from 0 to 30 on axis 1, want 0 to 29, the tables of CogVideoX"),
+        (
+            lumina,
+            [[Text(5), Grid(513, 2)]],
+            "[0]: got ids from 0 to 512 on axis 1, want 0 to 511, the tables of Lumina2",
+        ),
         (qwen, [[Text(5)] + [Grid(1, 1)] * 4097], "[0]: got ids from 4096 to 4096 on axis 0, want -4096 to 4095, the "),
         (
             qwen_21,

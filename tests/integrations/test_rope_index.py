@@ -362,6 +362,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "image_grid_thw[0]: got (1, 2, 1), want at least (0, 2, 2), one token",
     ),
     (OMNI_25, row(5, 5), "attention_mask: got None, want a tensor if there are no grids"),
+    (
+        OMNI_25,
+        row(5, 5, image_grid_thw=[[1, 2, 2]], attention_mask=[[1]]),
+        "attention_mask: got shape (1, 1), want (1, 2) as for input_ids",
+    ),
     *(
         (OMNI_3, row(*tokens, image_grid_thw=[[1, 2, 2]], **mask), f"{MARKERS} {at}, want {kind}_start_token_id")
         for tokens, at, kind, mask in (

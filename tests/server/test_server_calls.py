@@ -230,6 +230,8 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
     assert server.fake.stopped.wait(300)
     assert eventually(lambda: server.taken() == {"streams": 39} and server.metric("streams") == 0)
     assert [answer.id for answer in server.stream(items("echo 1"))] == [0]
+    ended = [server.metric("requests_total", method="StreamPlace", status=name) for name in ("OK", "CANCELLED")]
+    assert ended == [1, 1]
 
 
 def test_a_cancelled_stream_leaves_no_item_running_and_no_error_behind(

@@ -273,6 +273,7 @@ def test_videos_of_records_are_decoded_with_their_times(tmp_path: Path) -> None:
         ({"type": "audio", "audio": "a.wav"}, "type: got 'audio', want a video; Videos reads no audio"),
         ({"type": "video", "video": "a.mp4", "video_end": 2},
          "video: got video, video_end, want one of video, video_url"),
+        ({"type": "video", "base64": "AAAA"}, "video: got base64, want one of video, video_url, path, url"),
         ({"type": "video", "video": "../a.mp4"}, r"video: got the path '../a.mp4', want a path that stays inside"),
         ({"type": "video", "video": "gone"}, r"Video.file '/.*/none.mp4': got No such file"),
         ({"type": "video", "video": "broken.mp4"}, r"Video.file '/.*/broken.mp4': got Invalid data found"),

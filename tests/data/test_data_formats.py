@@ -384,6 +384,10 @@ CASES: list[tuple[Any, Any, Any]] = [
     *((Chat(), {**CHAT_RECORD, name: "a"}, f"{name}: got 'a', want none, since Chat does not read it")
       for name in ("tools", "functions", "system", "objects", "chosen", "rejected", "rejected_messages",
                    "rejected_response", "second_image_2")),
+    *((form, {**record, name: [{"user": "a"}]}, f"{name}: got [{{'user': 'a'}}], want none")
+      for form, record, name in ((Chat(), CHAT_RECORD, "conversations"), (Chat(), CHAT_RECORD, "texts"),
+                                 (LLaVA(images=LOCAL), LLAVA_RECORD, "messages"))),
+    (Chat(), talk("a", conversations=[]), asked("a")),
     (Chat(), talk("a", image_path="a.jpg"), "image_path: got 'a.jpg', want none"),
     *((Chat(), changed(CHAT_RECORD, (*TURN, name), flag), f"messages[2].{name}: got {flag}, {TRAINED}")
       for name, flag in (("weight", 0), ("weight", 0.5), ("loss", False))),

@@ -33,7 +33,7 @@ _Turns = list[tuple[Field, list[object]]]
 
 _REFUSED = """
     tool_calls function_call tools functions reasoning_content thinking system objects
-    chosen rejected rejected_messages rejected_response attachment attachments
+    messages conversations texts chosen rejected rejected_messages rejected_response attachment attachments
     min_pixels max_pixels total_pixels resized_height resized_width
     sample_fps nframes min_frames max_frames video_start video_end
 """

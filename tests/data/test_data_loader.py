@@ -291,6 +291,26 @@ def test_a_state_from_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch
         iter(again)
 
 
+@pytest.mark.parametrize(
+    ("shuffle", "left", "message"),
+    [
+        (0, 4, "a[4]: got no such record, want the shards that the state was saved with"),
+        (0, 1, "a[4]: got no such record, want the shards that the state was saved with"),
+        (3, 2, "a[2]: got no such record, want the shards that the state was saved with"),
+        (8, 5, "a[0]: got 5 records from here on, of which 5 were read, want the shards"),
+        (8, 0, "a[0]: got 0 records from here on, of which 5 were read, want the shards"),
+    ],
+)
+def test_a_shard_that_ends_before_the_bookmark_is_refused(shuffle: int, left: int, message: str) -> None:
+    started, resumed = (data([Numbers("a", count)], Batcher(5), shuffle=shuffle) for count in (9, left))
+    next(iter(started))
+    state = started.state_dict()
+    assert state["pending"] == []
+    resumed.load_state_dict(state)
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        list(resumed)
+
+
 def test_a_dataset_that_workers_read_has_no_state_of_its_own() -> None:
     dataset = data([Numbers("a", 9)])
     list(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork"))

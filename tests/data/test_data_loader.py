@@ -281,6 +281,9 @@ def test_a_state_from_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch
     for invalid, got in (({}, "version None"), (None, "NoneType")):
         with pytest.raises(InvalidInputError, match=f"state: got {got}, want version 1 from state_dict"):
             started.load_state_dict(invalid)  # type: ignore[arg-type]
+    for key in state.keys() - {"version"}:
+        with pytest.raises(InvalidInputError, match=f"state: got no {key}, want all that state_dict returned"):
+            started.load_state_dict({name: value for name, value in state.items() if name != key})  # type: ignore[arg-type]
     shrunk, again = data([Numbers("a", 2), Numbers("b", 2)], shuffle=0), data(readers, shuffle=0)
     shrunk.load_state_dict(state)
     with pytest.raises(InvalidInputError, match=r"a\[\d+\]: got no such record, want the shards that the state was"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, cast, get_args
@@ -225,7 +225,7 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         return {} if self._stream is None else self._stream.counts
 
     def _check(self, state: object) -> None:
-        of = checked_state(state)["of"]
+        of = checked_state(state, DatasetState.__required_keys__)["of"]
         for name, want in self._identity().items():
             if (got := of.get(name)) != want:
                 raise InvalidInputError(f"state: got {name} {got}, want {want}")
@@ -391,9 +391,11 @@ def num_ranks() -> int:
     return torch.distributed.get_world_size() if _distributed() else 1
 
 
-def checked_state(state: object) -> Mapping[str, Any]:
-    """Return a state, and raise InvalidInputError if it is no mapping of the current version."""
+def checked_state(state: object, keys: Collection[str]) -> Mapping[str, Any]:
+    """Return a state, and raise InvalidInputError if it is no mapping of the current version with these keys."""
     if isinstance(state, Mapping) and state.get("version") == _VERSION:
+        if missing := sorted(set(keys) - state.keys()):
+            raise InvalidInputError(f"state: got no {', '.join(missing)}, want all that state_dict returned")
         return state
     got = f"version {state.get('version')}" if isinstance(state, Mapping) else type(state).__name__
     raise InvalidInputError(f"state: got {got}, want version {_VERSION} from state_dict")

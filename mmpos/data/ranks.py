@@ -135,7 +135,7 @@ class RankLoader(Generic[_Item]):
         Raises:
             InvalidInputError: the state is not from a RankLoader, or the loader rejects its part of the state.
         """
-        checked_state(state)
+        checked_state(state, RankState.__required_keys__)
         self._epoch, self._resumed = state["epoch"], True
         self._steps, self._repeats, self._over = state["steps"], state["repeats"], state["over"]
         if not state["over"]:

@@ -18,7 +18,7 @@ from mmpos.data.packing import Batching, Group, Pack, Packer
 from mmpos.data.quarantine import Quarantine
 from mmpos.data.readers import Raw, Reader
 from mmpos.errors import InvalidInputError
-from mmpos.support.checks import integer, one_of
+from mmpos.support.checks import counted, integer, one_of
 
 __all__ = ["START", "BatchStream", "Bookmark", "Draws", "Feed", "Item", "Origin", "Portion", "Split", "SplitBy", "Stop"]
 
@@ -132,6 +132,8 @@ class Bookmark(NamedTuple):
 
 START = Bookmark()
 
+_SAME_SHARDS = "want the shards that the state was saved with"
+
 
 class Entry(NamedTuple):
     """Record of an epoch, or its error, with its identity and the point after it."""
@@ -172,7 +174,11 @@ class Feed:
         cycle, portion, record, window, done = bookmark
         portions = self._portions(cycle)
         stream = self._stream(portions, bookmark)
-        while block := list(islice(stream, self.shuffle or 1)):
+        while (block := list(islice(stream, self.shuffle or 1))) or done:
+            if done and done >= len(block):
+                here = Location(self.readers[portions[portion].shard].source, record)
+                got = f"{counted(len(block), 'record')} from here on, of which {done} were read"
+                raise InvalidInputError(f"{here}: got {got}, {_SAME_SHARDS}")
             last = block[-1][0]
             following = Bookmark(cycle, last.portion, last.record + portions[last.portion].step, window + 1)
             if self.shuffle > 1:
@@ -204,7 +210,13 @@ class Feed:
                     break
             if wanted:
                 here = Location(reader.source, min(wanted))
-                raise InvalidInputError(f"{here}: got no such record, want the shards that the state was saved with")
+                raise InvalidInputError(f"{here}: got no such record, {_SAME_SHARDS}")
+
+    def last(self, bookmark: Bookmark) -> set[Origin]:
+        """Return the last record before the window of a bookmark, or none at the start of a cycle."""
+        cycle, portion, record, _, _ = bookmark
+        step = self._portions(cycle)[portion].step if record else 0
+        return {Origin(self.corpus, cycle, portion, record - step)} if record else set()
 
     def _stream(self, portions: list[Portion], start: Bookmark) -> Iterator[tuple[Origin, Location, Raw]]:
         for number in range(start.portion, len(portions)):
@@ -413,8 +425,12 @@ class BatchStream(Iterable[Item]):
         wanted = [*state["pending"], *(origin for group in state["ready"] for origin in group)]
         origins = {Origin(*origin[:4]) for origin in wanted}
         wholes: dict[tuple[int, ...], Example] = {}
+        self._bookmarks = [Bookmark(*bookmark) for bookmark in state["bookmarks"]]
         for i, feed in enumerate(self._feeds):
-            for origin, location, raw in feed.find({origin for origin in origins if origin.corpus == i}):
+            last = feed.last(self._bookmarks[i])  # found only to see that no shard ends before its bookmark
+            for origin, location, raw in feed.find(last.union(origin for origin in origins if origin.corpus == i)):
+                if origin not in origins:
+                    continue
                 example = self._example(origin, location, raw)
                 if isinstance(example, RecordError):
                     raise InvalidInputError(f"state: got a record that is no longer usable: {example}") from example
@@ -432,7 +448,6 @@ class BatchStream(Iterable[Item]):
             examples, batching = [again(ready) for ready in group], self._batching
             whole = Pack(tuple(examples), batching.max_tokens) if isinstance(batching, Packer) else examples
             self._ready.append(whole)
-        self._bookmarks = [Bookmark(*bookmark) for bookmark in state["bookmarks"]]
         self._drawn, self._counts = state["drawn"], Counter(state["counts"])
 
 

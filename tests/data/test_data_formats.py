@@ -255,7 +255,7 @@ CHAT_RECORD = {
                 {"type": "text", "text": "this?", "image_url": None},
             ],
         },
-        {"role": "assistant", "content": "A dot.", "tool_calls": [], "weight": 1, "loss": True},
+        {"role": "assistant", "content": "A dot.", "tool_calls": [], "weight": 1, "loss": True, "train": True},
         {"role": "user", "content": "And?"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": None},
     ],
@@ -384,9 +384,17 @@ CASES: list[tuple[Any, Any, Any]] = [
     *((Chat(), {**CHAT_RECORD, name: "a"}, f"{name}: got 'a', want none, since Chat does not read it")
       for name in ("tools", "functions", "system", "objects", "chosen", "rejected", "rejected_messages",
                    "rejected_response", "second_image_2")),
+    *((form, {**record, name: [{"user": "a"}]}, f"{name}: got [{{'user': 'a'}}], want none")
+      for form, record, name in ((Chat(), CHAT_RECORD, "conversations"), (Chat(), CHAT_RECORD, "texts"),
+                                 (LLaVA(images=LOCAL), LLAVA_RECORD, "messages"))),
+    (Chat(), talk("a", conversations=[]), asked("a")),
     (Chat(), talk("a", image_path="a.jpg"), "image_path: got 'a.jpg', want none"),
     *((Chat(), changed(CHAT_RECORD, (*TURN, name), flag), f"messages[2].{name}: got {flag}, {TRAINED}")
-      for name, flag in (("weight", 0), ("weight", 0.5), ("loss", False))),
+      for name, flag in (("weight", 0), ("weight", 0.5), ("loss", False), ("train", False), ("training", False),
+                         ("loss_mask", 0))),
+    (Chat(), changed(talk("Hi", "Ho"), ("messages", 0, "train"), False), [("User:\nHi\n\nAssistant:\n",), "Ho\n\n"]),
+    (Chat(), changed(talk("Hi", "Ho"), ("messages", 0, "train"), True), "messages[0].train: got True, want 0 or none"),
+    (Chat(), changed(CHAT_RECORD, (*TURN, "train_detail"), [{"train": False}]), "messages[2].train_detail: got ["),
     (Chat(), {**CHAT_RECORD, "label": False}, f"label: got False, {TRAINED}"),
     (LLaVA(images=LOCAL), changed(LLAVA_RECORD, ("conversations", 1, "loss"), False),
      f"conversations[1].loss: got False, {TRAINED}"),

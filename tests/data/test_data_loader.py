@@ -281,6 +281,9 @@ def test_a_state_from_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch
     for invalid, got in (({}, "version None"), (None, "NoneType")):
         with pytest.raises(InvalidInputError, match=f"state: got {got}, want version 1 from state_dict"):
             started.load_state_dict(invalid)  # type: ignore[arg-type]
+    for key in state.keys() - {"version"}:
+        with pytest.raises(InvalidInputError, match=f"state: got no {key}, want all that state_dict returned"):
+            started.load_state_dict({name: value for name, value in state.items() if name != key})  # type: ignore[arg-type]
     shrunk, again = data([Numbers("a", 2), Numbers("b", 2)], shuffle=0), data(readers, shuffle=0)
     shrunk.load_state_dict(state)
     with pytest.raises(InvalidInputError, match=r"a\[\d+\]: got no such record, want the shards that the state was"):
@@ -289,6 +292,26 @@ def test_a_state_from_other_arguments_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mmpos.data.loader.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=2))
     with pytest.raises(InvalidInputError, match="state: got consumer 0 of 1 by auto, want 0 of 2 by auto"):
         iter(again)
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "left", "message"),
+    [
+        (0, 4, "a[4]: got no such record, want the shards that the state was saved with"),
+        (0, 1, "a[4]: got no such record, want the shards that the state was saved with"),
+        (3, 2, "a[2]: got no such record, want the shards that the state was saved with"),
+        (8, 5, "a[0]: got 5 records from here on, of which 5 were read, want the shards"),
+        (8, 0, "a[0]: got 0 records from here on, of which 5 were read, want the shards"),
+    ],
+)
+def test_a_shard_that_ends_before_the_bookmark_is_refused(shuffle: int, left: int, message: str) -> None:
+    started, resumed = (data([Numbers("a", count)], Batcher(5), shuffle=shuffle) for count in (9, left))
+    next(iter(started))
+    state = started.state_dict()
+    assert state["pending"] == []
+    resumed.load_state_dict(state)
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        list(resumed)
 
 
 def test_a_dataset_that_workers_read_has_no_state_of_its_own() -> None:

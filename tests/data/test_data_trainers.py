@@ -159,6 +159,7 @@ def test_an_endless_loader_continues_across_epochs_and_resumes_despite_set_epoch
 
 WRONG: Any = 3
 OLD: Any = {"version": 0}
+BARE: Any = {"version": 1}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,7 @@ OLD: Any = {"version": 0}
         (lambda: list(RankLoader([], endless=True)), "loader: got an epoch without batches, want at least one"),
         (lambda: RankLoader([1]).state_dict(), "loader: got list without a state, want a StatefulDataLoader or a B"),
         (lambda: RankLoader([1]).load_state_dict(OLD), "state: got version 0, want version 1 from state_d"),
+        (lambda: RankLoader([1]).load_state_dict(BARE), "state: got no epoch, loader, over, repeats, st"),
         (lambda: RankLoader([1]).load_state_dict(WRONG), "state: got int, want version 1 from state_dict"),
     ],
 )

@@ -32,11 +32,15 @@ _Turns = list[tuple[Field, list[object]]]
 """Role of each turn, with its texts, placeholders, images, videos and audio."""
 
 _REFUSED = """
-    tool_calls function_call tools functions reasoning_content thinking system objects
-    chosen rejected rejected_messages rejected_response attachment attachments
+    train_detail tool_calls function_call tools functions reasoning_content thinking system objects
+    messages conversations texts chosen rejected rejected_messages rejected_response attachment attachments
     min_pixels max_pixels total_pixels resized_height resized_width
     sample_fps nframes min_frames max_frames video_start video_end
 """
+
+
+_FLAGS = ("weight", "loss", "train", "training", "loss_mask")
+"""Fields of a turn that say whether it is trained on; a list that says so for parts of it is refused as well."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,16 @@ class Conversation(RecordFormat):
 
     @staticmethod
     def _turns(record: Field, column: str) -> list[Field]:
-        """Return the turns of a column, whose assistant turns must all be trained on."""
+        """Return the turns of a column, of which all assistant turns must be trained on, and no others."""
         turns = record[column].items()
-        flags = [turn[name] for turn in turns for name in ("weight", "loss")]
+        flags = []
+        for turn in turns:
+            others = any(turn[name].value not in (None, "assistant", "gpt") for name in ("role", "from"))
+            for flag in (turn[name] for name in _FLAGS):
+                if not others:
+                    flags.append(flag)
+                elif flag.value not in (None, 0):  # False is 0
+                    raise flag.error("0 or none, since only assistant turns are trained on")
         if isinstance(record["label"].value, bool):  # of KTO
             flags.append(record["label"])
         for flag in flags:
@@ -160,8 +171,9 @@ class Chat(Conversation):
     ``{"type": "video", "video": [frame, …], "fps": …}`` with references to images as frames; and any part of type
     ``video``, ``video_url``, ``audio``, ``audio_url`` or ``input_audio`` that ``media`` reads. Other parts (files),
     tool calls, and the sizes of a single image or video (``min_pixels``, ``resized_height``, ``nframes``, ``detail`` …)
-    are refused, since otherwise a model would be trained as if they were missing, and so are turns with ``weight`` 0
-    or ``loss`` false and records with ``label`` false, since all assistant turns are trained on.
+    are refused, since otherwise a model would be trained as if they were missing, and so are turns with ``weight`` or
+    ``loss_mask`` 0, ``loss``, ``train`` or ``training`` false, or ``train_detail``, and records with ``label`` false,
+    since all assistant turns are trained on; other turns are not, and are refused if such a field says so.
 
     Media may also stand beside the messages, as in ms-swift, LLaMA-Factory and TRL: in the columns ``images`` (or
     ``image``), ``videos`` and ``audios``. The n-th ``<image>`` in the texts, or the n-th ``{"type": "image"}`` without

@@ -54,7 +54,7 @@ def _started(size: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
-class Stage:
+class StageTimer:
     """A block of work whose duration counts as a stage of a call, unless it raises an error."""
 
     __slots__ = ("_began", "_name", "_stages")
@@ -133,9 +133,9 @@ class Call:
             self._arrivals.send(self.context, self.client, size)
         self.reserved = size
 
-    def stage(self, name: str) -> Stage:
+    def stage(self, name: str) -> StageTimer:
         """Record how long a stage of the call takes."""
-        return Stage(self.stages, name)
+        return StageTimer(self.stages, name)
 
     def plain(self, answering: Answering | None, raw: bytes) -> bytes | None:
         """Return the answer to a plain request or item from ``answering``, or None if it must be parsed."""

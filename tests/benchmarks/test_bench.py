@@ -210,7 +210,7 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytes
     assert [line.split("  ")[0].strip() for line in lines[at + 1 :]] == [
         "1 token", "", "fill", "mmpos, from lists", "mmpos, from spans", "limit: fill",
     ]  # fmt: skip
-    assert lines[at + 2].split() == "median p20–p80 per token of limit".split()
+    assert lines[at + 2].split() == ["median", "p20–p80", "per", "token", "of", "limit"]
     assert re.search(r"\d+–\d.*\d×$", lines[at + 4].rstrip())
     assert main([*arguments, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["suite"] == "positions"

@@ -54,22 +54,6 @@ def _started(size: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
-class StageTimer:
-    """A block of work whose duration counts as a stage of a call, unless it raises an error."""
-
-    __slots__ = ("_began", "_name", "_stages")
-
-    def __init__(self, stages: list[tuple[str, float]], name: str) -> None:
-        self._stages, self._name = stages, name
-
-    def __enter__(self) -> None:
-        self._began = perf_counter()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._stages.append((self._name, perf_counter() - self._began))  # append is atomic
-
-
 class Call:
     """One request, or one item of a stream. Threads may use its stages, counts and checkpoints.
 
@@ -133,9 +117,9 @@ class Call:
             self._arrivals.send(self.context, self.client, size)
         self.reserved = size
 
-    def stage(self, name: str) -> StageTimer:
-        """Record how long a stage of the call takes."""
-        return StageTimer(self.stages, name)
+    def staged(self, name: str, began: float) -> None:
+        """Record a stage of the call that began at this time of ``perf_counter`` and ends now."""
+        self.stages.append((name, perf_counter() - began))  # append is atomic
 
     def plain(self, answering: Answering | None, raw: bytes) -> bytes | None:
         """Return the answer to a plain request or item from ``answering``, or None if it must be parsed."""

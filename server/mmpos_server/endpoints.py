@@ -113,12 +113,14 @@ class Shared:
             LimitExceededError: the request has too many bytes that are not in large tensors.
         """
         call.request_bytes = len(raw)
-        with call.stage("decode"):
-            limits = self.limits
-            marked = raw if len(raw) < beside.LEAST_BYTES else call.beside.marked(kind, raw, most_fields(limits))
-            if not bulky:
-                check("message_bytes", len(marked), limits)
-            return kind.FromString(marked)
+        began = perf_counter()
+        limits = self.limits
+        marked = raw if len(raw) < beside.LEAST_BYTES else call.beside.marked(kind, raw, most_fields(limits))
+        if not bulky:
+            check("message_bytes", len(marked), limits)
+        message = kind.FromString(marked)
+        call.staged("decode", began)
+        return message
 
     def encode(self, response: Message, call: Call) -> bytes:
         """Serialize the answer.
@@ -127,8 +129,9 @@ class Shared:
             LimitExceededError: the answer has more bytes than the limit allows.
         """
         call.checkpoint()
-        with call.stage("encode"):
-            raw = call.beside.serialize(response)
+        began = perf_counter()
+        raw = call.beside.serialize(response)
+        call.staged("encode", began)
         check("response_bytes", len(raw), self.limits)
         return raw
 
@@ -236,7 +239,7 @@ class Endpoint:
             if placed:
                 shared.arrivals.messages.leave(client)
             sizes = {"request_bytes": len(raw), "response_bytes": len(answer)}
-            call.stages.append(("total", perf_counter() - call.began))
+            call.staged("total", call.began)
             self._metrics.end(status, call.stages, call.counts, **sizes)
             if status != "OK" or shared.logs.sampled():
                 request_id = shared.request_id(context) if failed is None else failed.request_id

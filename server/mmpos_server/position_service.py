@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,35 +55,38 @@ class PositionService:
             await call.run("work", self._write, query, positions, answer, call)
 
     def _read(self, message: pb.PositionsQuery, call: Call) -> PositionsQuery:
-        with call.stage("read"):
-            check_message(message, self._limits)
-            profile = self._profiles.get(message.profile if message.HasField("profile") else None)
-            query = get_query("query", message, call.beside, self._profiles.schemes, profile.builder.scheme)
-            if isinstance(query.source, InputIds) and message.HasField("profile"):
-                query = replace(query, source=_complete(query.source, profile))
+        began = perf_counter()
+        check_message(message, self._limits)
+        profile = self._profiles.get(message.profile if message.HasField("profile") else None)
+        query = get_query("query", message, call.beside, self._profiles.schemes, profile.builder.scheme)
+        if isinstance(query.source, InputIds) and message.HasField("profile"):
+            query = replace(query, source=_complete(query.source, profile))
+        call.staged("read", began)
         return query
 
     def _solve(self, query: PositionsQuery, call: Call) -> tuple[PositionsQuery, PositionTable]:
         """Return a query with its position table; check the limits before each step."""
-        with call.stage("place"):
-            segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
-            call.counts = {"images": check_segments(segments, self._limits)}
+        began = perf_counter()
+        segments = query.source if isinstance(query.source, SegmentTable) else query.segments()
+        call.counts = {"images": check_segments(segments, self._limits)}
+        call.checkpoint()
+        positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)
+        check_table(positions, self._limits)
+        for i, view in enumerate(query.views):
+            check_view(view, positions, self._limits)
             call.checkpoint()
-            positions = place(segments, query.scheme or "rope-tie", query.start, query.strict)
+            with naming(f"views[{i}]"):
+                positions = view.view(positions)
             check_table(positions, self._limits)
-            for i, view in enumerate(query.views):
-                check_view(view, positions, self._limits)
-                call.checkpoint()
-                with naming(f"views[{i}]"):
-                    positions = view.view(positions)
-                check_table(positions, self._limits)
+        call.staged("place", began)
         return query, positions
 
     def _write(self, query: PositionsQuery, positions: PositionTable, answer: pb.Positions, call: Call) -> None:
         call.checkpoint()
-        with call.stage("write"):
-            put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
-            call.counts |= {"documents": positions.documents.shape[1], "tokens": positions.num_tokens}
+        began = perf_counter()
+        put_result(answer, PositionsResult.of(positions, query.dense), call.beside)
+        call.counts |= {"documents": positions.documents.shape[1], "tokens": positions.num_tokens}
+        call.staged("write", began)
 
 
 def _complete(source: InputIds, profile: Profile) -> InputIds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from mmpos.errors import InvalidInputError, LimitExceededError, UnsupportedError
@@ -66,46 +67,50 @@ class RotaryService:
             await call.run("work", self._rotate, message, answer, call)
 
     def _cos_sin(self, message: pb.CosSinRequest, answer: pb.CosSinResponse, call: Call) -> None:
-        with call.stage("read"):
-            rotary = self._rotary(message.rotary)
-            positions, tokens = self._positions(required("", message, "positions"), call)
-            layout = enum("", message, "layout", _TABLES)
-            check_answer(8.0 * tokens * rotary.rotary_dim * (rotary.own_heads or 1), self._limits, call)
+        began = perf_counter()
+        rotary = self._rotary(message.rotary)
+        positions, tokens = self._positions(required("", message, "positions"), call)
+        layout = enum("", message, "layout", _TABLES)
+        check_answer(8.0 * tokens * rotary.rotary_dim * (rotary.own_heads or 1), self._limits, call)
+        call.staged("read", began)
         call.checkpoint()
-        with call.stage("rotate"):
-            from mmpos.rotary import angles, cos_sin
+        began = perf_counter()
+        from mmpos.rotary import angles, cos_sin
 
-            result = angles(rotary, positions) if layout is None else cos_sin(rotary, positions, layout)
+        result = angles(rotary, positions) if layout is None else cos_sin(rotary, positions, layout)
+        call.staged("rotate", began)
         call.checkpoint()
-        with call.stage("write"):
-            if isinstance(result, tuple):
-                put_tensor(answer.cos, result[0], call.beside)
-                put_tensor(answer.sin, result[1], call.beside)
-            else:
-                put_tensor(answer.cache, result, call.beside)
+        began = perf_counter()
+        if isinstance(result, tuple):
+            put_tensor(answer.cos, result[0], call.beside)
+            put_tensor(answer.sin, result[1], call.beside)
+        else:
+            put_tensor(answer.cache, result, call.beside)
+        call.staged("write", began)
 
     def _rotate(self, message: pb.RotateRequest, answer: pb.RotateResponse, call: Call) -> None:
-        with call.stage("read"):
-            rotary = self._rotary(message.rotary)
-            positions, _ = self._positions(required("", message, "positions"), call)
-            layout = enum("", message, "layout", _LAYOUTS)
-            check_answer(sum(len(call.beside.data(x)) for x in (message.q, message.k)), self._limits, call)
-            q = get_torch("q", required("", message, "q"), call.beside)
-            k = get_torch("k", message.k, call.beside) if message.HasField("k") else None
+        began = perf_counter()
+        rotary = self._rotary(message.rotary)
+        positions, _ = self._positions(required("", message, "positions"), call)
+        layout = enum("", message, "layout", _LAYOUTS)
+        check_answer(sum(len(call.beside.data(x)) for x in (message.q, message.k)), self._limits, call)
+        q = get_torch("q", required("", message, "q"), call.beside)
+        k = get_torch("k", message.k, call.beside) if message.HasField("k") else None
+        call.staged("read", began)
         call.checkpoint()
-        with call.stage("rotate"):
-            from mmpos.rotary import apply_rotary
+        began = perf_counter()
+        from mmpos.rotary import apply_rotary
 
-            target = device()
-            q, k = q.to(target), None if k is None else k.to(target)
-            apply_rotary(
-                q, k, positions, rotary, layout=layout, inplace=True, conjugate=message.conjugate, validate=True
-            )
+        target = device()
+        q, k = q.to(target), None if k is None else k.to(target)
+        apply_rotary(q, k, positions, rotary, layout=layout, inplace=True, conjugate=message.conjugate, validate=True)
+        call.staged("rotate", began)
         call.checkpoint()
-        with call.stage("write"):
-            put_tensor(answer.q, q, call.beside)
-            if k is not None:
-                put_tensor(answer.k, k, call.beside)
+        began = perf_counter()
+        put_tensor(answer.q, q, call.beside)
+        if k is not None:
+            put_tensor(answer.k, k, call.beside)
+        call.staged("write", began)
 
     def _rotary(self, message: pb.RotarySettings) -> Rotary:
         if message.WhichOneof("settings") == "rotary":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,11 +73,13 @@ class SequenceService:
         builder = self._builder(message)
 
         def finish() -> None:
-            with call.stage("build"):
-                self._encode(builder, documents, call)
-                placed = self._place(builder, documents)
-            with call.stage("write"):
-                self._write(placed, documents, answer, call)
+            began = perf_counter()
+            self._encode(builder, documents, call)
+            placed = self._place(builder, documents)
+            call.staged("build", began)
+            began = perf_counter()
+            self._write(placed, documents, answer, call)
+            call.staged("write", began)
 
         if call.request_bytes <= SMALL_BYTES:
             documents = self._read(message, builder, call)
@@ -100,24 +103,26 @@ class SequenceService:
 
     def _read(self, message: pb.SequencesQuery, builder: SequenceBuilder, call: Call) -> list[_Document]:
         """Read the documents and check their sizes against the limits before any is built."""
-        with call.stage("read"):
-            check("documents", len(message.documents), self._limits)
-            documents = [_read(document, call) for document in message.documents]
-            check("segments", sum(len(document.parts) for document in documents), self._limits)
-            check("images", sum(document.images for document in documents), self._limits)
-            size = _Size()
-            for document in documents:
-                call.checkpoint()
-                size.add(document, builder, call, patches=message.patches)
-            check("pixels", size.pixels, self._limits)
-            check("tokens", size.tokens, self._limits)
-            check_answer(4 * size.tokens + size.patch_bytes, self._limits, call)
-            check("segments", size.frames, self._limits)
+        began = perf_counter()
+        check("documents", len(message.documents), self._limits)
+        documents = [_read(document, call) for document in message.documents]
+        check("segments", sum(len(document.parts) for document in documents), self._limits)
+        check("images", sum(document.images for document in documents), self._limits)
+        size = _Size()
+        for document in documents:
+            call.checkpoint()
+            size.add(document, builder, call, patches=message.patches)
+        check("pixels", size.pixels, self._limits)
+        check("tokens", size.tokens, self._limits)
+        check_answer(4 * size.tokens + size.patch_bytes, self._limits, call)
+        check("segments", size.frames, self._limits)
+        call.staged("read", began)
         return documents
 
     def _build(self, builder: SequenceBuilder, documents: list[_Document], call: Call) -> None:
-        with call.stage("build"):
-            self._encode(builder, documents, call)
+        began = perf_counter()
+        self._encode(builder, documents, call)
+        call.staged("build", began)
 
     def _encode(self, builder: SequenceBuilder, documents: list[_Document], call: Call) -> None:
         """Encode the texts and decode the images of the documents for which this is still to do."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import count
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mmpos.rpc.errors import put_error
@@ -149,7 +148,7 @@ class StreamEndpoint:
             raise
         finally:
             call.gone = True
-            call.stages.append(("total", perf_counter() - call.began))
+            call.staged("total", call.began)
             self._metrics.end(status, call.stages, call.counts, request_bytes=len(raw), response_bytes=len(answer))
 
     async def _outcome(self, raw: bytes, call: Call, request_id: str) -> tuple[bytes, str]:

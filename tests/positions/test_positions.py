@@ -126,7 +126,8 @@ def test_dense_writes_only_into_out(one: PositionTable, dtype: type[np.number[An
     assert one.dense(out=columns.T, dtype=dtype).tolist() == DENSE
     assert columns.T.tolist() == DENSE
     mirrored = np.full((2, 11), -7, dtype)[:, ::-1]
-    assert one.dense(out=mirrored).tolist() == DENSE
+    assert one.dense(out=mirrored) is mirrored
+    assert mirrored.tolist() == DENSE
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2", "mrope"])

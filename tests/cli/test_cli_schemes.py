@@ -152,12 +152,16 @@ def test_user_defined_schemes_work_in_every_command(printed: Printed) -> None:
 
 
 @pytest.mark.slow  # the worker processes import torch
-def test_user_defined_schemes_work_in_preprocess_workers(printed: Printed, folder: Path) -> None:
+def test_user_defined_schemes_work_in_preprocess_workers(
+    run: Callable[..., tuple[int, str, str]], folder: Path
+) -> None:
     pytest.importorskip("pyarrow")
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     arguments = ["preprocess", "a.jsonl", "b.jsonl", "-o", "out", "-f", "chat", "-s", "own:Wide", "--workers", "2"]
-    assert re.search(r"^documents +2$", printed(*arguments), re.MULTILINE)
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert re.search(r"^documents +2$", out, re.MULTILINE)
 
 
 def test_documents_keep_the_scheme_given_in_their_file(printed: Printed, folder: Path) -> None:

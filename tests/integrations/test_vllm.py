@@ -42,6 +42,12 @@ def test_text_and_prompt_embeddings_have_the_ids_of_text() -> None:
     assert ids(4, [feature("prompt_embeds", 1, 2)]) == ([[0, 1, 2, 3]] * 3, 0)
 
 
+def test_three_axes_are_the_three_rows() -> None:
+    rows, delta = ids(8, [image(1, 2, 3)], "mrope")
+    assert rows == [[0, *[1] * 6, 4], [0, 1, 1, 1, 2, 2, 2, 4], [0, 1, 2, 3, 1, 2, 3, 4]]
+    assert delta == -3
+
+
 def ids_of(document: list[Text | Grid]) -> tuple[list[list[int]], int]:
     table = place(SegmentTable.from_documents([document]), "rope-tie")
     return table.dense(axes=(0, 0, 1)).tolist(), int(table.deltas[0])

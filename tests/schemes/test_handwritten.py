@@ -93,6 +93,10 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
         Ltx2(col_step=Fraction(1, 8)), [Grid(1, 2, seconds_per_frame=1)],
         ["-19/20 -19/20", "-63/64 -63/64", "-15/16 -13/16"],
     ),
+    "ltx2 with taller rows": (
+        Ltx2(row_step=Fraction(3, 8)), [Grid(2, 1, seconds_per_frame=1)],
+        ["-19/20 -19/20", "-13/16 -7/16", "-63/64 -63/64"],
+    ),
     "cosmos of images": (
         Cosmos(tokens_per_second=3),
         [

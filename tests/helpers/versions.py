@@ -34,7 +34,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
 # Triton 3.6 raises this warning in its interpreter.
 FLAGS = {"oldest": ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]}
-PYTHONS = ("3.12", "3.13", "3.14")
+PYTHONS = ("3.12", "3.13", "3.14", "3.15")
 ENGINES = ("sglang==0.5.23", "vllm==0.33.0")
 """The versions that docs/sglang.md and docs/vllm.md describe."""
 

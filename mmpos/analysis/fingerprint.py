@@ -300,7 +300,7 @@ def _convergents(values: npt.NDArray[np.float64]) -> tuple[IntArray, IntArray]:
         p, p_before = np.where(inexact, digit * p + p_before, p), np.where(inexact, p, p_before)
         q, q_before = np.where(inexact, digit * q + q_before, q), np.where(inexact, q, q_before)
         if (q > INT32_MAX).any():
-            got = values.flat[(q >= INT32_MAX).argmax()]
+            got = values.flat[(q > INT32_MAX).argmax()]
             raise InvalidInputError(f"position_ids: got {got!r}, want fractions with denominators below 2**31")
         rest = inverse - digit
         inexact &= (whole * q + p) / q != values

@@ -204,7 +204,10 @@ def test_ids_are_never_repaired_and_an_empty_row_of_a_batch_is_a_document() -> N
     [
         ({"position_ids": [True]}, "position_ids: got bool of shape (1,), want integers or floats"),
         ({"position_ids": [[0.5, float("nan")]]}, "position_ids must be finite and within int32"),
-        ({"position_ids": [[1e-12]]}, "position_ids: got np.float64(1e-12), want fractions with denominators below"),
+        (
+            {"position_ids": [[1, 1 / (2**31 - 1), 1.2345e-9]]},
+            "position_ids: got np.float64(1.2345e-09), want fractions with denominators below",
+        ),
         ({"position_ids": np.zeros((17, 2), int)}, "position_ids: got 17 axes, want 1 to 16"),
         ({"position_ids": [[0, 1]], "attention_mask": [[1, 2]]}, "attention_mask must hold only 0 and 1"),
         (

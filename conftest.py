@@ -7,6 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ def pytest_runtest_logfinish() -> None:
             torch.cuda.synchronize()
         except RuntimeError:
             os._exit(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Steal work so that one worker that has just ended, to which nothing can be sent, does not end the run."""
+    if config.getoption("dist") != "worksteal":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    class Scheduling(WorkStealingScheduling):
+        def check_schedule(self) -> None:
+            with suppress(OSError):  # the worker is removed soon, which calls this again
+                super().check_schedule()
+
+    return Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

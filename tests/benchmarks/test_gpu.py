@@ -131,10 +131,28 @@ def test_a_program_and_its_children_are_killed_when_time_is_up(part: Callable[[i
 
 
 LOST = """
+import fcntl
+import os
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 def lose():
+    # A child keeps the worker's output open, so that pytest learns a second late that the worker has ended.
+    worker = os.getpid()
+    if not os.fork():
+        for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+            try:
+                if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE:  # where the worker reads
+                    os.close(fd)
+            except OSError:
+                pass  # of the listing itself
+        while os.getppid() == worker:
+            time.sleep(0.01)
+        Path("lost").touch()
+        time.sleep(1)
+        os._exit(0)
     def synchronize():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
@@ -142,6 +160,9 @@ def lose():
 """
 
 BREAKS = """
+import time
+from pathlib import Path
+
 import pytest
 from lost import lose
 
@@ -150,6 +171,8 @@ def test_some(n):
     if n == 3:
         lose()
         raise AssertionError
+    while n == 6 and not Path("lost").exists():  # the other worker then wants to steal from the one that has ended
+        time.sleep(0.01)
 """
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from mmpos.support.checks import counted
 from mmpos.support.extras import needed_for
 from mmpos_bench.proofs import holds
 from mmpos_bench.suites import Comparison, Contestant, Lineup, Role, SuiteOptions
@@ -44,7 +45,7 @@ class Size:
 
     def __str__(self) -> str:
         of = f" of {self.documents:,} documents" if self.documents > 1 else ""
-        return f"{self.shape}, {self.tokens:,} tokens{of}"
+        return f"{self.shape}, {counted(self.tokens, 'token', ',')}{of}"
 
 
 SIZES = (

@@ -116,8 +116,8 @@ def test_a_folder_without_image_processor_files_has_the_settings_of_its_config(t
     assert from_hf_config(folder) == from_hf_config(config_of("qwen3_vl"))
     assert Rotary.from_hf_config(folder) == Rotary.from_hf_config(config_of("qwen3_vl"))
     message = (
-        "image_processor: got no mean, std, min_pixels, max_pixels, which config.json does not contain; pass them, "
-        "or call mmpos.from_hf_config(folder) on a folder with preprocessor_config.json"
+        "image_processor: got no mean, std, min_pixels, max_pixels, which config.json does not contain, want a folder "
+        "with preprocessor_config.json as the config, or these arguments"
     )
     for config in (config_of("qwen3_vl"), folder):
         assert_refused(message, from_hf_config(config).image_processor)

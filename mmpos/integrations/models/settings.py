@@ -262,8 +262,8 @@ class ModelSettings:
         missing = [name for name in ("mean", "std", "min_pixels", "max_pixels") if name not in arguments]
         if missing and self.image_file is None:
             raise InvalidInputError(
-                f"image_processor: got no {', '.join(missing)}, which config.json does not contain; pass them, or call "
-                "mmpos.from_hf_config(folder) on a folder with preprocessor_config.json"
+                f"image_processor: got no {', '.join(missing)}, which config.json does not contain, want a folder with "
+                "preprocessor_config.json as the config, or these arguments"
             )
         if missing and self.image_file is not None:
             sizes |= self.image_file.arguments(

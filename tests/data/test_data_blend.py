@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_corpus import NumberedShard
+from data_corpus import NumberedShard, load
 from results import assert_equal
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import SequenceBuilder
@@ -164,9 +163,8 @@ def test_a_blend_resumes_exactly_on_any_number_of_ranks_and_workers(
             quarantine=tmp_path / "q",
             threads=2 * (every == 5),
         )
-        options = {"num_workers": workers, "persistent_workers": persistent, "snapshot_every_n_steps": every}
-        context = "fork" if workers else None
-        return StatefulDataLoader(dataset, batch_size=None, multiprocessing_context=context, **options)
+        options = {"persistent_workers": persistent, "snapshot_every_n_steps": every}
+        return load(dataset, workers, StatefulDataLoader, **options)
 
     for rank in range(ranks):
         whole = list(islice(new(rank), 24))
@@ -189,8 +187,7 @@ def test_all_ranks_and_workers_together_read_every_record() -> None:
     seen: Counter[str] = Counter()
     for rank in range(2):
         dataset = blend({"a": [5, 17], "b": [29]}, stop="last", shuffle=4, rank=rank, world_size=2, split="records")
-        loader: Any = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
-        seen.update(joined(loader))
+        seen.update(joined(load(dataset, 2)))
     assert set(seen) == {f"{name}[{i}]" for name, size in (("a0", 5), ("a1", 17), ("b0", 29)) for i in range(size)}
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
-from torch.utils.data import DataLoader
-from two_ranks import Shards, as_keys, loader, run
+from data_corpus import load
+from two_ranks import Shards, as_keys, run
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.collate import PackedCollator, PaddedCollator
@@ -78,8 +77,7 @@ def test_a_batch_is_no_mapping_of_arguments_and_is_not_divided(read: Any, error:
 def test_moving_collating_and_copying_leaves_arguments_unchanged() -> None:
     arguments = PackedCollator()(examples()).as_dict(batched=True)
     moved = operations.send_to_device(arguments, torch.device("cpu"))
-    collected = next(iter(loader(arguments)))
-    collected_by_worker = next(iter(loader(arguments, num_workers=1)))
+    collected, collected_by_worker = (next(iter(load([arguments], workers))) for workers in (0, 1))
     copies = (moved, collected, collected_by_worker, copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments)))
     for copied in copies:
         assert type(copied) is type(arguments)
@@ -122,7 +120,7 @@ def test_accelerate_does_not_split_a_dataset_over_ranks_a_second_time() -> None:
 def packs_of_forty() -> RankLoader[Any]:
     """Create a loader that yields packs as lists of their documents' keys."""
     dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys, seed=3, shuffle=9)
-    return RankLoader(DataLoader(dataset, batch_size=None), "repeat")
+    return RankLoader(load(dataset, 0), "repeat")
 
 
 def test_one_rank_resumes_from_its_state_also_at_the_end_of_an_epoch() -> None:
@@ -206,8 +204,7 @@ def test_the_number_of_batches_is_computed_from_lengths(batching: Any, rank: int
             shards, Shards.example, batching, as_keys, seed=2, shuffle=4, split=split, rank=rank, world_size=2
         )
         dataset.set_epoch(5)
-        context = "fork" if workers else None
-        loads = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
+        loads = load(dataset, workers)
         assert RankLoader(loads).steps_per_epoch == len(list(loads))
 
 
@@ -237,7 +234,7 @@ def test_steps_are_unknown_without_sizes_or_if_texts_are_cut_or_documents_skippe
     for on_error, want in (("raise", steps), ("skip", None)):
         options: dict[str, Any] = {"on_error": on_error, "quarantine": "unused"}
         dataset = BatchDataset([shard], preprocess, batching, **options)
-        assert RankLoader(DataLoader(dataset, batch_size=None)).steps_per_epoch == want
+        assert RankLoader(load(dataset, 0)).steps_per_epoch == want
     assert RankLoader([1, 2, 3]).steps_per_epoch == 3
     assert RankLoader(iter([1])).steps_per_epoch is None
 
@@ -251,7 +248,7 @@ def two_ranks(test: Callable[..., None]) -> Callable[..., None]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Run two ranks once for all tests, since starting them takes longer than their work, and return their results."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(run, 2, folder)
+    torch.multiprocessing.spawn(run, (folder,), nprocs=2)
     return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
 
 

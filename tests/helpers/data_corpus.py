@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hostile_images import encoded
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from mmpos.data.examples import Location, RecordError
 
@@ -74,6 +75,12 @@ def write_tar(path: Path, rows: Sequence[Record]) -> Path:
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
     return path
+
+
+def load(dataset: Any, workers: int, kind: Any = DataLoader, method: str = "fork", **options: Any) -> Any:
+    """Create a loader of a dataset's batches, which this number of workers reads."""
+    context = method if workers else None
+    return kind(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context, **options)
 
 
 @dataclass(frozen=True)

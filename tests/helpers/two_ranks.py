@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_corpus import NumberedShard
-from torch.utils.data import DataLoader
+from data_corpus import NumberedShard, load
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import SequenceBuilder
@@ -21,12 +20,6 @@ from mmpos.data.ranks import Even, RankLoader
 from mmpos.errors import InvalidInputError
 
 BUILDER = SequenceBuilder()
-
-
-def loader(*batches: Any, **options: Any) -> DataLoader[Any]:
-    """Return a DataLoader that yields these batches unchanged."""
-    listed: Any = batches
-    return DataLoader(listed, batch_size=None, **options)
 
 
 class Shards(NumberedShard):
@@ -63,12 +56,12 @@ def _epochs(rank: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     kinds: tuple[Even, ...] = ("drop", "repeat")
     for even in kinds:
-        taken = RankLoader(loader(*batches, num_workers=1, multiprocessing_context="fork"), even)
+        taken = RankLoader(load(batches, 1), even)
         result[even] = [list(taken), list(taken)]
     with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
         list(RankLoader(batches if rank else [], "repeat"))
     result["none"] = [list(RankLoader(batches if rank else [], "drop"))]
-    loaders = [RankLoader(loader(*batches), even) for even in kinds]
+    loaders = [RankLoader(load(batches, 0), even) for even in kinds]
     unknown: Any = batches if rank else iter(batches)
     result["steps"] = [ranked.steps_per_epoch for ranked in (*loaders, RankLoader(unknown, "drop"))]
     return result
@@ -79,9 +72,7 @@ def _resumed(rank: int) -> dict[str, Any]:
 
     def make(even: Even) -> RankLoader[Any]:
         dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys)
-        context = "fork" if rank else None
-        loads = StatefulDataLoader(dataset, batch_size=None, num_workers=rank, multiprocessing_context=context)
-        return RankLoader(loads, even)
+        return RankLoader(load(dataset, rank, StatefulDataLoader), even)
 
     result: dict[str, Any] = {"whole": {}}
     kinds: tuple[Even, ...] = ("drop", "repeat")

@@ -143,6 +143,7 @@ def test_patches_and_audio_are_never_labels_and_markers_are_labels_only_with_tra
 
 PHOTOS = example(("abc", True), (PHOTO, True), ("de", False), (PHOTO[:8], True), ("f", True))
 BARE = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256))
+MARKERLESS = example((Grid(1, 2), True), ("a", True), builder=BARE)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,8 @@ BARE = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256))
         (PHOTOS, BUILDER, 0, 2, ["ab"]),
         (PHOTOS, BUILDER, 2, 12, ["c", PHOTO, "d"]),
         (PHOTOS, BUILDER, 12, 19, ["e", PHOTO[:8], "f"]),
-        (example((Grid(1, 2), True), ("a", True), builder=BARE), BARE, 2, 3, ["a"]),
+        (MARKERLESS, BARE, 0, 2, [Grid(1, 2)]),
+        (MARKERLESS, BARE, 2, 3, ["a"]),
     ],
 )
 def test_a_slice_matches_a_sequence_of_its_parts_except_for_positions(

@@ -15,7 +15,7 @@ from data_corpus import load
 from two_ranks import Shards, as_keys, run
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
-from mmpos.data.collate import PackedCollator, PaddedCollator
+from mmpos.data.collate import PackedCollator
 from mmpos.data.examples import Example, Preprocess
 from mmpos.data.formats import Chat, ChatTemplate
 from mmpos.data.loader import BatchDataset
@@ -25,60 +25,18 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 
 operations = pytest.importorskip("accelerate.utils.operations")
 
-BUILDER = SequenceBuilder()
-
-
-def examples() -> list[Example]:
-    """Make three examples, two with an image."""
-    parts: list[list[Any]] = [["one"], ["two", Grid(2, 2)], [Grid(1, 3), "three"]]
-    sequences = [BUILDER.build(document) for document in parts]
-    return [Example(str(i), sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
-
-
-def dispatch(batches: list[Any], rank: int) -> Any:
-    """Cut one rank's part out of one batch per rank, as accelerate's DataLoaderDispatcher does by default."""
-    batch = operations.concatenate(batches)
-    operations.get_data_structure(batch)
-    rows = operations.find_batch_size(batch) // len(batches)
-    return operations.slice_tensors(batch, slice(rank * rows, (rank + 1) * rows))
-
-
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("collate", [PackedCollator(), PaddedCollator()])
-def test_a_dispatcher_raises_an_error_that_names_the_remedy(collate: Any, batched: bool) -> None:
-    arguments = collate(examples()).as_dict(batched=batched)
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch; .*RankLoader"):
-        dispatch([arguments], 0)
-
-
-BATCH: Any = PackedCollator()(examples())
-WHOLE = (
-    r"tensors but got <class 'mmpos\.data\.batch\.Batch'>, which stays whole: load it through mmpos\.data\.RankLoader"
-    r"\(DataLoader\(dataset, batch_size=None\)\)"
-)
+SEQUENCE = SequenceBuilder().build(["two", Grid(2, 2)])
+BATCH: Any = PackedCollator()([Example("a", SEQUENCE, SEQUENCE.input_ids)] * 2)
 INSTEAD = r"batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
 
 
-@pytest.mark.parametrize(
-    ("read", "error", "message"),
-    [
-        (lambda: dispatch([BATCH], 0), TypeError, f"Can only find the batch size of {WHOLE}"),
-        (lambda: dispatch([BATCH, BATCH], 0), TypeError, f"Can only concatenate {WHOLE}"),
-        (lambda: "labels" in BATCH, UnsupportedError, INSTEAD),
-        (lambda: BATCH["labels"], UnsupportedError, INSTEAD),
-        (lambda: list(BATCH), UnsupportedError, INSTEAD),
-    ],
-)
-def test_a_batch_is_no_mapping_of_arguments_and_is_not_divided(read: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        read()
-
-
 def test_moving_collating_and_copying_leaves_arguments_unchanged() -> None:
-    arguments = PackedCollator()(examples()).as_dict(batched=True)
+    arguments = BATCH.as_dict(batched=True)
     moved = operations.send_to_device(arguments, torch.device("cpu"))
     collected, collected_by_worker = (next(iter(load([arguments], workers))) for workers in (0, 1))
     copies = (moved, collected, collected_by_worker, copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments)))
+    with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
+        operations.find_batch_size(dict(arguments))
     for copied in copies:
         assert type(copied) is type(arguments)
         assert list(copied) == list(arguments)
@@ -163,6 +121,10 @@ BARE: Any = {"version": 1}
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: "labels" in BATCH, INSTEAD),
+        (lambda: BATCH["labels"], INSTEAD),
+        (lambda: list(BATCH), INSTEAD),
+        (lambda: operations.get_data_structure(BATCH.as_dict()), "batch: got .* want the whole batch; .*RankLoader"),
         (lambda: RankLoader([1], WRONG), "even: got 3, want one of None, 'drop', 'repeat'"),
         (lambda: RankLoader(WRONG), "loader: got int, want a DataLoader or another iterable"),
         (lambda: list(RankLoader([], endless=True)), "loader: got an epoch without batches, want at least one"),
@@ -172,7 +134,7 @@ BARE: Any = {"version": 1}
         (lambda: RankLoader([1]).load_state_dict(WRONG), "state: got int, want version 1 from state_dict"),
     ],
 )
-def test_invalid_arguments_and_states_are_refused(call: Any, message: str) -> None:
+def test_batches_as_mappings_and_invalid_arguments_and_states_are_refused(call: Any, message: str) -> None:
     with pytest.raises((InvalidInputError, UnsupportedError), match=f"^{message}"):
         call()
 

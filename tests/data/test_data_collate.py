@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -66,29 +67,17 @@ def test_all_fields_of_a_packed_batch_are_set() -> None:
     assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 image, fill=0.833, device=cpu)"
 
 
-def test_a_fixed_length_is_filled_with_one_padding_document() -> None:
-    batch = PackedCollator(multiple_of=4, length=20)([FIRST, SECOND])
-    assert (batch.cu_seqlens.tolist(), batch.keys) == ([0, 8, 12, 20], ("a", "b"))
-    assert batch.input_ids[12:].tolist() == [0] * 8
-    assert batch.labels[12:].tolist() == [-100] * 8
-    assert batch.text_positions[12:].tolist() == list(range(8))
-    assert batch.position_ids()[:, 12:].tolist() == [[0] * 8] * 2
-    assert batch.fill == 0.5
-    assert_equal(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
-    assert PaddedCollator(length=9)([FIRST]).input_ids.shape == (1, 9)
-
-
 COLUMNS = ("input_ids", "labels", "text", "positions", "spans", "features", "mask")
 
 
 def loops(examples: Sequence[Example], sizes: Sequence[int], side: str) -> dict[str, Any]:
-    """Pad documents to these sizes and collate them token by token."""
+    """Pad documents to these sizes, the last of which may be a document of padding, and collate them by token."""
     arrays: dict[str, Any] = {name: [] for name in COLUMNS}
-    for one, size in zip(examples, sizes, strict=True):
-        tokens, dense = one.num_tokens, one.sequence.positions.dense().T.tolist()
+    for one, size in zip_longest(examples, sizes):
+        tokens, dense = (one.num_tokens, one.sequence.positions.dense().T.tolist()) if one else (0, [])
         before = size - tokens if side == "left" else 0
         first = len(arrays["input_ids"])
-        for start, stop in one.sequence.image_spans.tolist():
+        for start, stop in one.sequence.image_spans.tolist() if one else []:
             arrays["spans"].append([first + before + start, first + before + stop])
             row = arrays["features"][-1][1] if arrays["features"] else 0
             arrays["features"].append([row, row + stop - start])
@@ -111,13 +100,21 @@ def flat(batch: Batch) -> dict[str, Any]:
 some_documents = document_lists.filter(bool)
 
 
-@given(some_documents, st.sampled_from([1, 3, 8]), st.sampled_from(["left", "right", None]))
-def test_batches_match_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"] | None) -> None:
+@given(
+    some_documents, st.sampled_from([1, 3, 8]), st.sampled_from(["left", "right", None]), st.none() | st.integers(0, 2)
+)
+def test_batches_match_plain_loops(
+    documents: Any, multiple_of: int, side: Literal["left", "right"] | None, room: int | None
+) -> None:
     examples = examples_of(documents)
     sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
-    collate: Any = PackedCollator(multiple_of, pad_token_id=3)
-    if side is not None:
-        sizes, collate = [max(sizes)] * len(examples), PaddedCollator(side, multiple_of, pad_token_id=3)
+    more = (room or 0) * multiple_of
+    if side is None:
+        collate: Any = PackedCollator(multiple_of, None if room is None else sum(sizes) + more, pad_token_id=3)
+        sizes += [more] * (more > 0)
+    else:
+        sizes = [max(sizes) + more] * len(examples)
+        collate = PaddedCollator(side, multiple_of, None if room is None else sizes[0], pad_token_id=3)
     batch, want = collate(examples), loops(examples, sizes, side or "right")
     mask = want.pop("mask")
     assert flat(batch) == want

@@ -16,8 +16,7 @@ from two_ranks import Shards, as_keys, run
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.collate import PackedCollator
-from mmpos.data.examples import Example, Preprocess
-from mmpos.data.formats import Chat, ChatTemplate
+from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
 from mmpos.data.ranks import Even, RankLoader
@@ -144,53 +143,42 @@ class Sized(Shards):
         return np.array([5 if i % 2 else 30 for i in range(self.size)])
 
 
-@pytest.mark.parametrize(
-    ("batching", "rank", "workers"),
-    [
-        (Packer(60), 0, 2),
-        (Packer(47, buffer=3, multiple_of=47), 1, 0),
-        (Batcher(3, max_tokens=30), 0, 0),
-        (Batcher(7), 1, 2),
-    ],
-)
-def test_the_number_of_batches_is_computed_from_lengths(batching: Any, rank: int, workers: int) -> None:
-    shards = [Sized(name, 23) for name in "abc"]
-    for split in ("records", "shards"):
-        dataset = BatchDataset(
-            shards, Shards.example, batching, as_keys, seed=2, shuffle=4, split=split, rank=rank, world_size=2
-        )
-        dataset.set_epoch(5)
-        loads = load(dataset, workers)
-        assert RankLoader(loads).steps_per_epoch == len(list(loads))
+def text(raw: Any, location: Location) -> Document:
+    return Document(str(location), (Piece("x" * (5 if raw % 2 else 30)),))
 
 
-def chat(policy: Any) -> Preprocess:
-    return Preprocess(Chat(ChatTemplate()), SequenceBuilder(images=ImageProcessor("pillow")), on_image_error=policy)
-
-
-PLAIN, SIZED = Shards("a", 9), Sized("a", 9)
+def with_images(policy: Any) -> Preprocess:
+    return Preprocess(text, SequenceBuilder(images=ImageProcessor("pillow")), on_image_error=policy)
 
 
 @pytest.mark.parametrize(
-    ("shard", "batching", "preprocess", "steps"),
+    ("shard", "batching", "preprocess", "is_known"),
     [
-        (PLAIN, Batcher(2), Shards.example, 5),
-        (SIZED, Packer(60), Shards.example, 3),
-        (PLAIN, Packer(60), Shards.example, None),
-        (PLAIN, Batcher(2, max_tokens=40), Shards.example, None),
-        (SIZED, Packer(60, split_text=True), Shards.example, None),
-        (SIZED, Packer(60, overlong="truncate"), Shards.example, None),
-        *((PLAIN, Batcher(2), chat(policy), steps)
-          for policy, steps in ((None, 5), ("raise", 5), ("drop", None), ("skip-document", None))),
+        (Sized, Packer(60), Shards.example, True),
+        (Sized, Packer(47, buffer=3, multiple_of=47), Shards.example, True),
+        (Sized, Batcher(3, max_tokens=30), Shards.example, True),
+        (Shards, Batcher(7), Shards.example, True),
+        (Shards, Packer(60), Shards.example, False),
+        (Shards, Batcher(2, max_tokens=40), Shards.example, False),
+        (Sized, Packer(60, split_text=True), Shards.example, False),
+        (Sized, Packer(60, overlong="truncate"), Shards.example, False),
+        *((Shards, Batcher(2), with_images(policy), is_known)
+          for policy, is_known in ((None, True), ("raise", True), ("drop", False), ("skip-document", False))),
     ],
 )  # fmt: skip
-def test_steps_are_unknown_without_sizes_or_if_texts_are_cut_or_documents_skipped(
-    shard: Any, batching: Any, preprocess: Any, steps: int | None
+@pytest.mark.parametrize(("rank", "workers", "split"), [(0, 2, "records"), (1, 0, "shards")])
+def test_the_number_of_batches_is_known_from_lengths_unless_texts_are_cut_or_documents_skipped(
+    shard: Any, batching: Any, preprocess: Any, is_known: bool, rank: int, workers: int, split: Any, tmp_path: Path
 ) -> None:
-    for on_error, want in (("raise", steps), ("skip", None)):
-        options: dict[str, Any] = {"on_error": on_error, "quarantine": "unused"}
-        dataset = BatchDataset([shard], preprocess, batching, **options)
-        assert RankLoader(load(dataset, 0)).steps_per_epoch == want
+    def new(on_error: str) -> RankLoader[Any]:
+        options: dict[str, Any] = {"rank": rank, "world_size": 2, "on_error": on_error, "quarantine": tmp_path}
+        shards = [shard(name, 23) for name in "abc"]
+        dataset = BatchDataset(shards, preprocess, batching, as_keys, seed=2, shuffle=4, split=split, **options)
+        dataset.set_epoch(5)
+        return RankLoader(load(dataset, workers))
+
+    assert new("skip").steps_per_epoch is None
+    assert new("raise").steps_per_epoch == (len(list(new("raise"))) if is_known else None)
     assert RankLoader([1, 2, 3]).steps_per_epoch == 3
     assert RankLoader(iter([1])).steps_per_epoch is None
 

@@ -154,7 +154,7 @@ def with_images(policy: Any) -> Preprocess:
 @pytest.mark.parametrize(
     ("shard", "batching", "preprocess", "is_known"),
     [
-        (Sized, Packer(60), Shards.example, True),
+        (Sized, Packer(35, buffer=1), Shards.example, True),
         (Sized, Packer(47, buffer=3, multiple_of=47), Shards.example, True),
         (Sized, Batcher(3, max_tokens=30), Shards.example, True),
         (Shards, Batcher(7), Shards.example, True),

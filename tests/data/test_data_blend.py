@@ -15,26 +15,22 @@ from data_corpus import NumberedShard, load
 from results import assert_equal
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mmpos import SequenceBuilder
 from mmpos.data import Blend, PackedCollator, RecordError, read_quarantine
 from mmpos.data.examples import Example, Location
 from mmpos.data.packing import Batcher, Packer
 from mmpos.errors import InvalidInputError
-
-BUILDER = SequenceBuilder()
+from mmpos_bench.data import labelled
 
 
 def example(raw: int, location: Location) -> Example:
     """Make an example of 5 to 17 tokens, whose key is its location, from every record but each eleventh."""
     if raw % 11 == 10:
         raise RecordError(f"{location}: got {raw}, want a usable number")
-    sequence = BUILDER.build(["x" * (5 + raw % 13)])
-    return Example(str(location), sequence, sequence.input_ids)
+    return labelled(str(location), ["x" * (5 + raw % 13)])
 
 
 def tiny(raw: int, location: Location) -> Example:
-    sequence = BUILDER.build(["x"])
-    return Example(str(location), sequence, sequence.input_ids)
+    return labelled(str(location), ["x"])
 
 
 def refuse(raw: int, location: Location) -> Example:

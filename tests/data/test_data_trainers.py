@@ -16,16 +16,16 @@ from two_ranks import Shards, as_keys, run
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
 from mmpos.data.collate import PackedCollator
-from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
+from mmpos.data.examples import Document, Location, Piece, Preprocess
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
 from mmpos.data.ranks import Even, RankLoader
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos_bench.data import labelled
 
 operations = pytest.importorskip("accelerate.utils.operations")
 
-SEQUENCE = SequenceBuilder().build(["two", Grid(2, 2)])
-BATCH: Any = PackedCollator()([Example("a", SEQUENCE, SEQUENCE.input_ids)] * 2)
+BATCH: Any = PackedCollator()([labelled("a", ["two", Grid(2, 2)])] * 2)
 INSTEAD = r"batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
 
 

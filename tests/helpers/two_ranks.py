@@ -11,14 +11,12 @@ import torch
 from data_corpus import NumberedShard, load
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mmpos import SequenceBuilder
 from mmpos.data.examples import Example, Location
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Packer
 from mmpos.data.ranks import Even, RankLoader
 from mmpos.errors import InvalidInputError
-
-BUILDER = SequenceBuilder()
+from mmpos_bench.data import labelled
 
 
 class Shards(NumberedShard):
@@ -26,8 +24,7 @@ class Shards(NumberedShard):
 
     @staticmethod
     def example(raw: Any, location: Location) -> Example:
-        sequence = BUILDER.build(["x" * (5 if raw % 2 else 30)])
-        return Example(str(location), sequence, sequence.input_ids)
+        return labelled(str(location), ["x" * (5 if raw % 2 else 30)])
 
 
 def as_keys(group: Any) -> Any:

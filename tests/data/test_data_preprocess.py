@@ -402,17 +402,10 @@ def test_a_folder_that_no_run_finished_is_refused(tmp_path: Path) -> None:
     assert_refused(bare, lambda: sequence_shards(out, PAGES))
 
 
-def unpicklable(record: object, location: object) -> Any:
-    raise AssertionError
-
-
-UNPICKLABLE: Any = partial(unpicklable, [lambda: None])
-
-
 @pytest.mark.parametrize(
     ("own", "workers", "error", "message"),
     [
-        (UNPICKLABLE, 2, (pickle.PicklingError, AttributeError), "lambda"),  # before workers start
+        (lambda record, here: None, 2, (pickle.PicklingError, AttributeError), "lambda"),  # before workers start
         (fail_oddly, 1, OddError, "^status 404"),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in (
             (PAGES, 2, RecordError, r"1-1 \(.+s1\.jsonl\[1\]\): images\[1\]: got the path 'none.jpg'"),
@@ -430,10 +423,6 @@ def test_an_error_stops_all_processes(tmp_path: Path, own: Any, workers: int, er
         assert "in fail_oddly" in raised.value.__notes__[0]
 
 
-SAME = ("a/s0.jsonl", "b/s0.jsonl")
-BOTH = f"got {SAME[0]!r} and {SAME[1]!r}, both of which would become 'out/s0.parquet', want different names"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -447,7 +436,9 @@ BOTH = f"got {SAME[0]!r} and {SAME[1]!r}, both of which would become 'out/s0.par
         ({"readers": "a/s0.jsonl"}, "readers[0]: got str, want a Reader, as returned by mmpos.data.shards(paths)"),
         ({"folder": 3}, "folder: got 3, want a path or a URL"),
         ({"folder": Path("a/s0.jsonl")}, "folder: got 'a/s0.jsonl', which is a file, want a folder"),
-        ({"readers": SAME}, f"readers: {BOTH}"),
+        ({"readers": ("a/s0.jsonl", "b/s0.jsonl")},
+         "readers: got 'a/s0.jsonl' and 'b/s0.jsonl', both of which would become 'out/s0.parquet', want different "
+         "names"),
         ({"readers": ("a/s0.jsonl", "b/s0.part00001.jsonl")},
          "readers: got 'b/s0.part00001.jsonl', which would become 'out/s0.part00001.parquet', want a name that is not "
          "that of a further file of another input"),
@@ -593,25 +584,20 @@ def test_progress_grows_evenly_within_one_file(
     assert max(abs(a - b) for a, b in zip(shares, done, strict=True)) < tolerance
 
 
-MARKERS = ("begin=[/IMG]", "end=", "patch=7", "row=8", "last_row=9")
-
-
 @pytest.mark.parametrize(
     ("options", "ids", "scheme"),
     [
-        ([], [3, 0, *[2] * 99, 1], "rope-tie"),
-        (["--scheme", "flatten", *(word for marker in MARKERS for word in ("--marker", marker))],
+        ("", [3, 0, *[2] * 99, 1], "rope-tie"),
+        ("--scheme flatten --marker begin=[/IMG] --marker end= --marker patch=7 --marker row=8 --marker last_row=9",
          [3, 1, *([7] * 9 + [8]) * 10, *[7] * 9, 9], "flatten"),
     ],
 )  # fmt: skip
-def test_command_options_are_passed_to_the_library(
-    tmp_path: Path, options: list[str], ids: list[int], scheme: str
-) -> None:
+def test_command_options_are_passed_to_the_library(tmp_path: Path, options: str, ids: list[int], scheme: str) -> None:
     tokenizer = words(**{"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "ab": 3})
     tokenizer.add_special_tokens(["[IMG]", "[/IMG]", "[PATCH]"])
     tokenizer.save("t.json")
     corpus(tmp_path, 1, 1)
-    assert main(command("s0.jsonl", "--tokenizer", "t.json", *options)) == 0
+    assert main(command("s0.jsonl", "--tokenizer", "t.json", *options.split())) == 0
     (got,) = SequenceShard("out/s0.parquet").examples()
     assert (got.sequence.input_ids.tolist(), got.sequence.positions.scheme) == (ids, scheme)
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omni import BUILDER, CLIP
+from refusals import assert_refused
 from results import assert_equal
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
@@ -325,9 +326,7 @@ IGNORED = "got True for a batch with patches, which a Transformers model would i
 )  # fmt: skip
 @pytest.mark.usefixtures("way")
 def test_invalid_values_are_named(call: Any, message: str) -> None:
-    with pytest.raises((InvalidInputError, UnsupportedError)) as refused:
-        call()
-    assert str(refused.value).startswith(message)
+    assert_refused(message, call, (InvalidInputError, UnsupportedError))
 
 
 def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:

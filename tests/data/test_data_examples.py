@@ -42,13 +42,6 @@ def example(*parts: tuple[object, bool], builder: SequenceBuilder = BUILDER, **o
 spoken = partial(example, builder=OMNI)
 
 
-def test_untrained_pieces_patches_and_markers_have_no_labels() -> None:
-    got = example(("ab", False), ("c", True), (Grid(1, 2), True), ("d", True), ("", False), ([7], False))
-    assert got.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
-    assert got.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
-    assert (got.key, got.num_tokens) == ("r7", 9)
-
-
 BROKEN = b"no picture"
 WHOLE = example(("ab", True), (Grid(1, 3), True), ("c", True))
 WRONG: Any = 3
@@ -133,7 +126,11 @@ SPOKEN = spoken(("ab", False), (Audio(2), True), ("cd", True), (CLIP, True), (Gr
 """a b <a A A a> c d <v <a V V A A V V A a> v> <v I v> e"""
 
 
-def test_patches_and_audio_are_never_labels_and_markers_are_labels_only_with_train_markers() -> None:
+def test_labels_leave_out_untrained_pieces_patches_audio_and_unless_asked_for_markers() -> None:
+    got = example(("ab", False), ("c", True), (Grid(1, 2), True), ("d", True), ("", False), ([7], False))
+    assert got.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
+    assert got.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
+    assert (got.key, got.num_tokens) == ("r7", 9)
     assert SPOKEN.labels.tolist() == [*[-100] * 6, 99, 100, *[-100] * 14, 101]
     pieces = ((Audio(2), True), (CLIP, True), (Audio(1), False))
     marked = spoken(*pieces, train_markers=True).labels.tolist()

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from results import assert_equal
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder, Video
 from mmpos.data.examples import Format, Location, Preprocess, RecordError
@@ -69,6 +70,7 @@ UNREAD = "want Images(base=…), Images(resolver=…) or --images-from; paths ar
     [
         *((Images(), data, PNG) for data in (PNG, bytearray(PNG), memoryview(PNG), {"bytes": PNG, "path": "no.png"})),
         *((Images(), image, image) for image in (PHOTO, PIXELS, SIZE, Grid(1, 2), LEVELS)),
+        (Images(), LEVELS / 255, LEVELS),
         (STRICT, PNG_URL.replace("data:image/png;base64", "DATA:Image/PNG;Base64"), PNG),
         (STRICT, f"data:;base64,{PNG_BASE64}", PNG),
         (STRICT, f"data:image/png;name=dot.png;base64,{quote(PNG_BASE64, safe='')}", PNG),
@@ -108,13 +110,7 @@ def test_references_are_resolved_or_refused(images: Images, reference: object, w
     if isinstance(want, str):
         assert got.startswith(f"r: {want}")
     else:
-        assert got is want or (type(got), got) == (type(want), want)
-
-
-def test_floats_from_0_to_1_become_the_levels_of_a_decoder() -> None:
-    image = resolve(Images(), LEVELS / 255)
-    assert image.dtype == torch.uint8
-    assert torch.equal(image, LEVELS)
+        assert_equal(got, want)
 
 
 def test_a_path_must_lead_to_a_file_inside_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,9 +173,7 @@ def test_set_epoch_reaches_persistent_workers() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_together_yield_every_token_once_and_reproducibly(
-    corpus: list[Reader], method: str, tmp_path: Path
-) -> None:
+def test_workers_yield_every_token_once_and_reproducibly(corpus: list[Reader], method: str, tmp_path: Path) -> None:
     def run(workers: int, **options: object) -> list[Any]:
         return list(load(data(corpus, quarantine=tmp_path, **options), workers, method=method))
 
@@ -372,9 +370,7 @@ class Photos(NumberedShard):
         return {"id": f"{i}", "image": images, "text": [f"a{i}", "b"]}
 
 
-def test_dropped_images_are_counted_logged_and_quarantined_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dropped_images_are_counted_and_quarantined_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def new(threads: int = 0) -> BatchDataset:
         options: dict[str, Any] = {"preprocess": DROPPING, "quarantine": tmp_path, "shuffle": 0, "threads": threads}
         return data([Photos("photos", 9)], Batcher(2), **options)

@@ -187,9 +187,7 @@ def test_errors_name_unknown_schemes_and_missing_packages() -> None:
         (RuntimeError("GET https://user:hidden@cdn/a?sig=hidden 403"), OSError, "GET https://cdn/a 403"),
     ],
 )
-def test_errors_of_a_store_keep_their_words_but_not_its_secrets(
-    error: Exception, kind: type[OSError], words: str
-) -> None:
+def test_errors_of_a_store_keep_their_words_but_no_secrets(error: Exception, kind: type[OSError], words: str) -> None:
     with pytest.raises(OSError, match=re.escape(words)) as raised, paths._store("memory://b/k"):
         raise error
     assert (type(raised.value), raised.value.filename) == (kind, "memory://b/k")
@@ -264,11 +262,6 @@ def test_only_unfinished_uploads_of_our_files_are_removed(s3: Any) -> None:
         paths.abort_uploads("s3://none/out", _is_ours)
 
 
-def _read_all(reader: Reader, start: int, step: int) -> list[tuple[int, dict[str, object]]]:
-    records: Any = list(reader.records(start, step))
-    return [(location.index, {**record, "__url__": ""}) for location, record in records]
-
-
 def test_shards_in_a_store_are_read_like_local_ones(folder: str, tmp_path: Path) -> None:
     here, rows = tmp_path / "here", records(0, 5)
     here.mkdir()
@@ -280,11 +273,16 @@ def test_shards_in_a_store_are_read_like_local_ones(folder: str, tmp_path: Path)
     write_parquet(here / "d.parquet", rows, group=2)
     for path in here.iterdir():
         write(join(folder, path.name), path.read_bytes())
+
+    def read_all(reader: Reader, *arguments: int) -> list[tuple[int, dict[str, object]]]:
+        records: Any = reader.records(*arguments)
+        return [(location.index, {**record, "__url__": ""}) for location, record in records]
+
     readers, wanted = (shards([join(path, "*.jsonl*"), join(path, "[cd].*")]) for path in (folder, str(here)))
     assert [reader.source for reader in readers] == [join(folder, Path(reader.source).name) for reader in wanted]
     for reader, want in zip(readers, wanted, strict=True):
         for start, step in ((0, 1), (1, 2), (9, 1)):
-            assert _read_all(reader, start, step) == _read_all(want, start, step), reader
+            assert read_all(reader, start, step) == read_all(want, start, step), reader
     with pytest.raises(InvalidInputError, match=r"^paths\[1\]: got '.*none\.tar', want a file, or a pattern"):
         shards([join(folder, "c.tar"), join(folder, "none.tar")])
 

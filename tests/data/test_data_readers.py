@@ -23,15 +23,7 @@ from data_corpus import Record, caption, load, records, write_jsonl, write_parqu
 from torch.utils.data import IterableDataset
 
 from mmpos.data.examples import RecordError
-from mmpos.data.readers import (
-    DatasetReader,
-    JsonlReader,
-    ParquetReader,
-    Reader,
-    TarReader,
-    dataset_shards,
-    shards,
-)
+from mmpos.data.readers import DatasetReader, JsonlReader, ParquetReader, Reader, TarReader, dataset_shards, shards
 from mmpos.errors import InvalidInputError
 
 ROWS = records(0, 21)
@@ -344,7 +336,7 @@ def sized(size: int, form: int = tarfile.GNU_FORMAT) -> bytes:
           for at in (8 * BLOCK + field for field in (0, 100, 124, 136, 156, 257, 345))),
     ],
 )  # fmt: skip
-def test_a_damaged_archive_is_an_error_after_its_intact_records(
+def test_damage_to_an_archive_is_an_error_after_intact_records(
     tmp_path: Path, data: bytes, records: int, got: str
 ) -> None:
     assert intact_before_damage(tmp_path / "a.tar", data) == (records, got)

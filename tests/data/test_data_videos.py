@@ -145,9 +145,7 @@ def with_matrix(data: bytes, *entries: int) -> bytes:
     ],
 )
 def test_frames_are_turned_and_mirrored_as_players_do(matrix: tuple[int, ...], turn: Any) -> None:
-    (stored,), (frame,) = (
-        Video.from_file(data, num_frames=1).frames for data in (clip(3), with_matrix(clip(3), *matrix))
-    )
+    stored, frame = (Video.from_file(data, fps=1).frames[0] for data in (clip(3), with_matrix(clip(3), *matrix)))
     pixels: Any = stored
     assert pixels[:12, :12].min() > 240 > pixels[20:, 20:].max()
     np.testing.assert_array_equal(frame, turn(stored))
@@ -220,9 +218,7 @@ def test_a_missing_file_and_a_missing_library_are_named(tmp_path: Path, monkeypa
         with pytest.raises(InvalidInputError, match=f"^{want}.+, want a file to read$"):
             Video.from_file(file, fps=1)
     monkeypatch.setitem(__import__("sys").modules, "av", None)
-    with pytest.raises(
-        ImportError, match=r'video files: av is not installed; .*pip install "multimodal-positions\[video\]"'
-    ):
+    with pytest.raises(ImportError, match=r'video files: av is not installed; .*pip install "multimodal-positions\['):
         video_file.require_av()
 
 

@@ -159,7 +159,7 @@ def test_a_blend_resumes_exactly_on_any_number_of_ranks_and_workers(
             quarantine=tmp_path / "q",
             threads=2 * (every == 5),
         )
-        options = {"persistent_workers": persistent, "snapshot_every_n_steps": every}
+        options: dict[str, Any] = {"persistent_workers": persistent, "snapshot_every_n_steps": every}
         return load(dataset, workers, StatefulDataLoader, **options)
 
     for rank in range(ranks):

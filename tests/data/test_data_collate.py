@@ -335,7 +335,7 @@ def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
     return create_mask(mod, rows, 1, seq, seq, device="cpu")[:, 0]
 
 
-def allowed(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
+def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
     """Return a mask (tokens, tokens) of whether each query attends to each key, both numbered across the batch."""
     starts = [0, *np.cumsum(sizes).tolist()]
     document, image = torch.full((2, starts[-1]), -1)
@@ -359,7 +359,7 @@ def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any,
     collator: Any = PackedCollator if kind == "packed" else partial(PaddedCollator, kind)
     batch = collator(multiple_of=multiple_of)(examples)
     spans = batch.image_spans.tolist() if bidirectional else []
-    want = allowed([one.num_tokens for one in examples], batch.cu_seqlens.diff().tolist(), kind, spans)
+    want = by_loops([one.num_tokens for one in examples], batch.cu_seqlens.diff().tolist(), kind, spans)
     mask = dense(batch.mask_mod(bidirectional_images=bidirectional), batch)
     rows, seq, _ = mask.shape
     for row in range(rows):

@@ -311,7 +311,7 @@ def test_an_archive_cut_at_any_block_is_intact_up_to_the_last_record_with_a_head
         assert f"byte {block * BLOCK}" in got or f"byte {(block - 1) * BLOCK}" in got
 
 
-def sized(size: int, form: int = tarfile.GNU_FORMAT) -> bytes:
+def sized(size: int, form: Any = tarfile.GNU_FORMAT) -> bytes:
     """Replace the second record by a member whose header, or extended header, has this size."""
     member = tarfile.TarInfo("1.jpg")
     member.size, member.pax_headers = (size, {}) if form == tarfile.GNU_FORMAT else (0, {"size": str(size)})

@@ -185,4 +185,5 @@ def test_the_number_of_batches_is_known_from_lengths_unless_texts_are_cut_or_doc
 
 @pytest.mark.slow
 def test_two_ranks_receive_equal_numbers_of_batches_and_resume_while_repeating_them(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(run, (tmp_path,), nprocs=2)
+    multiprocessing: Any = torch.multiprocessing
+    multiprocessing.spawn(run, (tmp_path,), nprocs=2)

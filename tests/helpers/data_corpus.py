@@ -68,8 +68,8 @@ def write_jsonl(path: Path, rows: Sequence[Record], open_file: Callable[..., Any
 
 
 def write_tar(path: Path, rows: Sequence[Record]) -> Path:
-    compression: Any = path.suffix[1:].replace("tar", "")
-    with tarfile.open(path, f"w:{compression}") as tar:
+    mode: Any = "w:" + path.suffix[1:].replace("tar", "")
+    with tarfile.open(path, mode) as tar:
         for row in rows:
             for extension, data in (("jpg", row["image"]["bytes"]), ("txt", row["text"].encode())):
                 member = tarfile.TarInfo(f"{row['id']}.{extension}")

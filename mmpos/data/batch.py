@@ -335,13 +335,11 @@ class Batch(metaclass=_WholeType):
         return ModelArguments({"max_seqlen": self.max_seqlen, **arguments, **table, **rest})
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Raise UnsupportedError: Trainer expects a mapping of arguments; iterating over a batch also calls this."""
+        """Raise UnsupportedError: Trainer expects a mapping of arguments; `in` and iteration also call this."""
         raise UnsupportedError(
             "batch: got a Batch instead of the arguments of a model, want ModelCollator(settings) as data_collator "
             "of Trainer, or ModelCollator(settings)(batch)"
         )
-
-    __contains__ = __getitem__
 
     def _each(self, move: methodcaller) -> Batch:
         names = _PER_TOKEN + _PER_BATCH

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from mmpos.data.examples import ImageError, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import counted, finite, one_of
-from mmpos.support.files import named
+from mmpos.support.files import local_path, named
 
 __all__ = ["MAX_SKIPPED", "OnError", "Quarantine", "QuarantineFile", "read_quarantine", "reason", "skips_images"]
 
@@ -142,10 +142,14 @@ class QuarantineFile:
     """File of JSON lines, one per skipped record, even if a resumed run skips a record again.
 
     Args:
-        path: path of the file; the first line creates the file and its folder, or is appended to an existing file.
+        path: path of the file, whose folder is made; the first line creates the file, or is appended to an existing one.
+
+    Raises:
+        OSError: the folder cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._records: set[tuple[object, ...]] | None = None
 
@@ -161,7 +165,6 @@ class QuarantineFile:
             return
         data = (json.dumps(line) + "\n").encode()
         with named(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
                 size = file.tell()
                 try:
@@ -174,8 +177,15 @@ class QuarantineFile:
 
 
 def read_quarantine(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the lines of all quarantine files in a folder; return an empty list if the folder is missing."""
-    return [line for path in sorted(Path(folder).glob("*.jsonl")) for line in _lines(path)]
+    """Read the lines of all quarantine files in a folder; a run that skips no record leaves an empty folder.
+
+    Raises:
+        InvalidInputError: the folder does not exist.
+    """
+    path = local_path("folder", folder)
+    if not path.is_dir():
+        raise InvalidInputError(f"folder: got {str(folder)!r}, want the existing folder of a run with quarantine=…")
+    return [line for file in sorted(path.glob("*.jsonl")) for line in _lines(file)]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -158,7 +158,8 @@ def _parsed(line: bytes, location: Location) -> Raw:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return broken(location, error)
+        what = f"{error.msg}, column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        return RecordError(f"{location}: got no valid JSON in line {location.index + 1} ({what}), want a JSON object")
     if not isinstance(value, dict):
         return RecordError(f"{location}: got {type(value).__name__}, want a JSON object")
     return value

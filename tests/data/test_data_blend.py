@@ -11,31 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_corpus import NumberedShard
+from data_corpus import NumberedShard, load
 from results import assert_equal
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mmpos import SequenceBuilder
 from mmpos.data import Blend, PackedCollator, RecordError, read_quarantine
 from mmpos.data.examples import Example, Location
 from mmpos.data.packing import Batcher, Packer
 from mmpos.errors import InvalidInputError
-
-BUILDER = SequenceBuilder()
+from mmpos_bench.data import labelled
 
 
 def example(raw: int, location: Location) -> Example:
     """Make an example of 5 to 17 tokens, whose key is its location, from every record but each eleventh."""
     if raw % 11 == 10:
         raise RecordError(f"{location}: got {raw}, want a usable number")
-    sequence = BUILDER.build(["x" * (5 + raw % 13)])
-    return Example(str(location), sequence, sequence.input_ids)
+    return labelled(str(location), ["x" * (5 + raw % 13)])
 
 
 def tiny(raw: int, location: Location) -> Example:
-    sequence = BUILDER.build(["x"])
-    return Example(str(location), sequence, sequence.input_ids)
+    return labelled(str(location), ["x"])
 
 
 def refuse(raw: int, location: Location) -> Example:
@@ -164,9 +159,8 @@ def test_a_blend_resumes_exactly_on_any_number_of_ranks_and_workers(
             quarantine=tmp_path / "q",
             threads=2 * (every == 5),
         )
-        options = {"num_workers": workers, "persistent_workers": persistent, "snapshot_every_n_steps": every}
-        context = "fork" if workers else None
-        return StatefulDataLoader(dataset, batch_size=None, multiprocessing_context=context, **options)
+        options: dict[str, Any] = {"persistent_workers": persistent, "snapshot_every_n_steps": every}
+        return load(dataset, workers, StatefulDataLoader, **options)
 
     for rank in range(ranks):
         whole = list(islice(new(rank), 24))
@@ -189,8 +183,7 @@ def test_all_ranks_and_workers_together_read_every_record() -> None:
     seen: Counter[str] = Counter()
     for rank in range(2):
         dataset = blend({"a": [5, 17], "b": [29]}, stop="last", shuffle=4, rank=rank, world_size=2, split="records")
-        loader: Any = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
-        seen.update(joined(loader))
+        seen.update(joined(load(dataset, 2)))
     assert set(seen) == {f"{name}[{i}]" for name, size in (("a0", 5), ("a1", 17), ("b0", 29)) for i in range(size)}
 
 

@@ -7,6 +7,8 @@ import dataclasses
 import pickle
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omni import BUILDER, CLIP
+from refusals import assert_refused
 from results import assert_equal
 from test_data_packing import documents as document_lists
 from test_data_packing import example, examples_of
@@ -65,29 +68,17 @@ def test_all_fields_of_a_packed_batch_are_set() -> None:
     assert repr(batch) == "Batch(packed, 2 documents, 12 tokens, 1 image, fill=0.833, device=cpu)"
 
 
-def test_a_fixed_length_is_filled_with_one_padding_document() -> None:
-    batch = PackedCollator(multiple_of=4, length=20)([FIRST, SECOND])
-    assert (batch.cu_seqlens.tolist(), batch.keys) == ([0, 8, 12, 20], ("a", "b"))
-    assert batch.input_ids[12:].tolist() == [0] * 8
-    assert batch.labels[12:].tolist() == [-100] * 8
-    assert batch.text_positions[12:].tolist() == list(range(8))
-    assert batch.position_ids()[:, 12:].tolist() == [[0] * 8] * 2
-    assert batch.fill == 0.5
-    assert_equal(PackedCollator(length=7)([FIRST]), PackedCollator()([FIRST]))
-    assert PaddedCollator(length=9)([FIRST]).input_ids.shape == (1, 9)
-
-
 COLUMNS = ("input_ids", "labels", "text", "positions", "spans", "features", "mask")
 
 
 def loops(examples: Sequence[Example], sizes: Sequence[int], side: str) -> dict[str, Any]:
-    """Pad documents to these sizes and collate them token by token."""
+    """Pad documents to these sizes, the last of which may be a document of padding, and collate them by token."""
     arrays: dict[str, Any] = {name: [] for name in COLUMNS}
-    for one, size in zip(examples, sizes, strict=True):
-        tokens, dense = one.num_tokens, one.sequence.positions.dense().T.tolist()
+    for one, size in zip_longest(examples, sizes):
+        tokens, dense = (one.num_tokens, one.sequence.positions.dense().T.tolist()) if one else (0, [])
         before = size - tokens if side == "left" else 0
         first = len(arrays["input_ids"])
-        for start, stop in one.sequence.image_spans.tolist():
+        for start, stop in one.sequence.image_spans.tolist() if one else []:
             arrays["spans"].append([first + before + start, first + before + stop])
             row = arrays["features"][-1][1] if arrays["features"] else 0
             arrays["features"].append([row, row + stop - start])
@@ -110,13 +101,21 @@ def flat(batch: Batch) -> dict[str, Any]:
 some_documents = document_lists.filter(bool)
 
 
-@given(some_documents, st.sampled_from([1, 3, 8]), st.sampled_from(["left", "right", None]))
-def test_batches_match_plain_loops(documents: Any, multiple_of: int, side: Literal["left", "right"] | None) -> None:
+@given(
+    some_documents, st.sampled_from([1, 3, 8]), st.sampled_from(["left", "right", None]), st.none() | st.integers(0, 2)
+)
+def test_batches_match_plain_loops(
+    documents: Any, multiple_of: int, side: Literal["left", "right"] | None, room: int | None
+) -> None:
     examples = examples_of(documents)
     sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
-    collate: Any = PackedCollator(multiple_of, pad_token_id=3)
-    if side is not None:
-        sizes, collate = [max(sizes)] * len(examples), PaddedCollator(side, multiple_of, pad_token_id=3)
+    more = (room or 0) * multiple_of
+    if side is None:
+        collate: Any = PackedCollator(multiple_of, None if room is None else sum(sizes) + more, pad_token_id=3)
+        sizes += [more] * (more > 0)
+    else:
+        sizes = [max(sizes) + more] * len(examples)
+        collate = PaddedCollator(side, multiple_of, None if room is None else sizes[0], pad_token_id=3)
     batch, want = collate(examples), loops(examples, sizes, side or "right")
     mask = want.pop("mask")
     assert flat(batch) == want
@@ -273,12 +272,19 @@ def test_all_tensors_are_moved_and_pinned(monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(pinned) == sorted(tensor.data_ptr() for tensor in tensors(batch).values())
 
 
-def test_collators_and_batches_can_be_pickled() -> None:
+def test_collators_and_batches_can_be_pickled_before_and_after_their_spans_are_read() -> None:
     examples = [*with_photos(), SECOND, SECOND]
     packs = [Pack(tuple(examples[:2]), 100), Pack(tuple(examples[2:]), 100)]
     padded, packed = PaddedCollator("left", multiple_of=8), PackedCollator(multiple_of=4, length=64)
     assert_equal(pickle.loads(pickle.dumps(padded))(packs), padded(examples))
-    assert_equal(pickle.loads(pickle.dumps(packed(packs))), packed(examples))
+    assert_equal(packed(packs), packed(examples))
+    for batch in (packed(packs), packed(packs).shard(1, 2)):
+        assert "image_spans" not in vars(batch)
+        for _ in range(2):
+            assert_equal(pickle.loads(pickle.dumps(batch)), batch)
+            assert batch.image_spans is batch.image_spans
+    with pytest.raises(AttributeError, match="'Batch' object has no attribute 'spans'"):
+        assert batch.spans  # type: ignore[attr-defined]
 
 
 WHOLE, PADDED = PackedCollator()([FIRST, SECOND]), PaddedCollator(multiple_of=4)([FIRST, SECOND])
@@ -313,25 +319,14 @@ IGNORED = "got True for a batch with patches, which a Transformers model would i
         (lambda: PHOTOS.as_dict(text_row=True), f"text_row: {IGNORED}"),
         (lambda: PHOTOS.as_dict(batched=True), f"batched: {IGNORED}"),
         (lambda: FRACTIONAL.position_ids(torch.int64), "dtype: got torch.int64, want one of torch.float64"),
+        (lambda: WHOLE.mask_mod(bidirectional_images=UP), "bidirectional_images: got 'up', want True or False"),
+        (lambda: PADDED.shard(1, 2).mask_mod(), "mask_mod: got a context-parallel shard, want the mask of the whole"),
         (lambda: FRACTIONAL.as_dict(), "positions: got 'ids' of a fractional scheme, want 'table'"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("way")
 def test_invalid_values_are_named(call: Any, message: str) -> None:
-    with pytest.raises((InvalidInputError, UnsupportedError)) as refused:
-        call()
-    assert str(refused.value).startswith(message)
-
-
-def test_fields_that_are_made_when_first_read_can_be_pickled_before_it() -> None:
-    batch, other = (PackedCollator(multiple_of=4)([FIRST, SECOND]) for _ in range(2))
-    for one in (batch, other.shard(1, 2)):
-        assert "image_spans" not in vars(one)
-        copy = pickle.loads(pickle.dumps(one))
-        assert one.image_spans is one.image_spans
-        assert_equal(copy, one)
-    with pytest.raises(AttributeError, match="'Batch' object has no attribute 'spans'"):
-        assert batch.spans  # type: ignore[attr-defined]
+    assert_refused(message, call, (InvalidInputError, UnsupportedError))
 
 
 def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
@@ -342,16 +337,16 @@ def dense(mod: MaskMod, batch: Batch) -> torch.Tensor:
 
 def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> torch.Tensor:
     """Return a mask (tokens, tokens) of whether each query attends to each key, both numbered across the batch."""
-    document: list[int | None] = []
-    for d, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
-        padding: list[int | None] = [None] * (size - length)
-        document += padding + [d] * length if side == "left" else [d] * length + padding
-    mask = torch.zeros(len(document), len(document), dtype=torch.bool)
-    for q, q_document in enumerate(document):
-        for kv, kv_document in enumerate(document):
-            same_image = any(start <= q < stop and start <= kv < stop for start, stop in spans)
-            mask[q, kv] = q_document is not None and q_document == kv_document and (q >= kv or same_image)
-    return mask
+    starts = [0, *np.cumsum(sizes).tolist()]
+    document, image = torch.full((2, starts[-1]), -1)
+    for d, (length, start, stop) in enumerate(zip(lengths, starts, starts[1:], strict=False)):
+        first = stop - length if side == "left" else start
+        document[first : first + length] = d
+    for i, (start, stop) in enumerate(spans):
+        image[start:stop] = i
+    token = torch.arange(starts[-1])
+    same, together = (of[:, None] == of for of in (document, image))
+    return same & (document >= 0) & ((token[:, None] >= token) | (together & (image >= 0)))
 
 
 few_documents = document_lists.filter(lambda drawn: 0 < len(drawn) <= 4)
@@ -361,12 +356,10 @@ few_documents = document_lists.filter(lambda drawn: 0 < len(drawn) <= 4)
 @given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
 def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
     examples = examples_of(documents)
-    if kind == "packed":
-        batch, side = PackedCollator(multiple_of=multiple_of)(examples), "right"
-    else:
-        batch, side = PaddedCollator(side=kind, multiple_of=multiple_of)(examples), kind
+    collator: Any = PackedCollator if kind == "packed" else partial(PaddedCollator, kind)
+    batch = collator(multiple_of=multiple_of)(examples)
     spans = batch.image_spans.tolist() if bidirectional else []
-    want = by_loops([one.num_tokens for one in examples], batch.cu_seqlens.diff().tolist(), side, spans)
+    want = by_loops([one.num_tokens for one in examples], batch.cu_seqlens.diff().tolist(), kind, spans)
     mask = dense(batch.mask_mod(bidirectional_images=bidirectional), batch)
     rows, seq, _ = mask.shape
     for row in range(rows):
@@ -392,13 +385,6 @@ def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:
         return mod(b, h, index[q_idx], kv_idx)
 
     assert torch.equal(create_mask(of_rank, 1, 1, len(index), len(mask), device="cpu")[0, 0], mask[index])
-    with pytest.raises(UnsupportedError, match=r"^mask_mod: got a context-parallel shard, want the mask of the whole"):
-        whole.shard(1, 2).mask_mod()
-
-
-def test_bidirectional_images_must_be_a_bool() -> None:
-    with pytest.raises(InvalidInputError, match=r"^bidirectional_images: got 1, want True or False$"):
-        PackedCollator()([example("a", 3)]).mask_mod(bidirectional_images=1)  # type: ignore[arg-type]
 
 
 in_c = pytest.mark.skipif(native.core is None, reason="the extension was not built")

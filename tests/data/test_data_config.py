@@ -59,12 +59,9 @@ def test_preprocessing_with_a_model_folder_matches_the_model_processor(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("model/config.json", "{", "--config: model/config.json:1: got no valid JSON ("),
         ("model/config.json", None, "--config: model: got a folder without config.json, want the folder of a model"),
         ("model/config.json", '{"model_type": "eliza"}', "--config: "),
         ("model/tokenizer.json", "{", "--config: model/tokenizer.json: got "),
-        ("model/preprocessor_config.json", '{"image_processor_type": "Other"}',
-         "--config: model/preprocessor_config.json: image_pr"),
         ("chat.jsonl", json.dumps({"messages": BESIDE, "images": []}),
          "chat.jsonl[0]: images: got 0 items, want 1, one for each <image> and each image part without data"),
     ],
@@ -73,8 +70,6 @@ def test_preprocessing_with_a_model_folder_matches_the_model_processor(
 def test_errors_name_an_unreadable_file(
     capsys: pytest.CaptureFixture[str], file: str, content: str | None, message: str
 ) -> None:
-    if file != "chat.jsonl":
-        Path("model/processor_config.json").unlink()
     Path(file).unlink() if content is None else Path(file).write_text(content)
     announced, error = run(capsys).splitlines()
     assert announced.startswith("reading 1 input (chat.jsonl) into out")

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Example, ImageError, Location, OnImageError, Piece, Preprocess, RecordError
 from mmpos.data.packing import Packer
-from mmpos.data.storage import SequenceShard, SequenceWriter
 from mmpos.errors import ServiceUnavailableError
 from mmpos.segments.kinds import Audio, Segment, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
@@ -42,36 +40,6 @@ def example(*parts: tuple[object, bool], builder: SequenceBuilder = BUILDER, **o
 
 
 spoken = partial(example, builder=OMNI)
-
-
-def test_untrained_pieces_patches_and_markers_have_no_labels() -> None:
-    got = example(("ab", False), ("c", True), (Grid(1, 2), True), ("d", True), ("", False), ([7], False))
-    assert got.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
-    assert got.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
-    assert (got.key, got.num_tokens) == ("r7", 9)
-
-
-def test_a_slice_keeps_its_position_ids_and_the_patches_of_its_images() -> None:
-    original = example(("abc", True), (PHOTO, True), ("de", False), (PHOTO[:8], True), ("f", True))
-    first, second = original.slice(2, 13), original.slice(12, original.num_tokens)
-    for part, start in ((first, 2), (second, 12)):
-        stop = start + part.num_tokens
-        dense = original.sequence.positions.dense()[:, start:stop]
-        assert (part.sequence.positions.dense() == dense).all()
-        assert (part.labels == original.labels[start:stop]).all()
-        assert (part.sequence.input_ids == original.sequence.input_ids[start:stop]).all()
-        assert part.sequence.segments.num_tokens == part.num_tokens
-        assert part.sequence.part_offsets[[0, -1]].tolist() == [0, part.num_tokens]
-    assert first.sequence.image_spans.tolist() == [[2, 8]]
-    assert second.sequence.grid_thw.tolist() == [[1, 1, 3]]
-    assert first.sequence.patches is not None
-    assert second.sequence.patches is not None
-    both = np.concatenate([first.sequence.patches, second.sequence.patches])
-    assert (both == original.sequence.patches).all()
-    assert first.sequence.image_hashes + second.sequence.image_hashes == original.sequence.image_hashes
-    assert original.slice(0, 2).sequence.patches is None
-    bare = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256))
-    assert not len(example((Grid(1, 2), True), ("a", True), builder=bare).slice(2, 3).sequence.grid_thw)
 
 
 BROKEN = b"no picture"
@@ -158,7 +126,11 @@ SPOKEN = spoken(("ab", False), (Audio(2), True), ("cd", True), (CLIP, True), (Gr
 """a b <a A A a> c d <v <a V V A A V V A a> v> <v I v> e"""
 
 
-def test_patches_and_audio_are_never_labels_and_markers_are_labels_only_with_train_markers() -> None:
+def test_labels_leave_out_untrained_pieces_patches_audio_and_unless_asked_for_markers() -> None:
+    got = example(("ab", False), ("c", True), (Grid(1, 2), True), ("d", True), ("", False), ([7], False))
+    assert got.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
+    assert got.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
+    assert (got.key, got.num_tokens) == ("r7", 9)
     assert SPOKEN.labels.tolist() == [*[-100] * 6, 99, 100, *[-100] * 14, 101]
     pieces = ((Audio(2), True), (CLIP, True), (Audio(1), False))
     marked = spoken(*pieces, train_markers=True).labels.tolist()
@@ -166,25 +138,33 @@ def test_patches_and_audio_are_never_labels_and_markers_are_labels_only_with_tra
     assert marked == [AUDIO_BEGIN, -100, -100, AUDIO_END, *clip, *[-100] * 3]
 
 
+PHOTOS = example(("abc", True), (PHOTO, True), ("de", False), (PHOTO[:8], True), ("f", True))
+BARE = SequenceBuilder(scheme="flatten", markers=Markers(None, None, 256))
+MARKERLESS = example((Grid(1, 2), True), ("a", True), builder=BARE)
+
+
 @pytest.mark.parametrize(
-    ("start", "stop", "parts"),
+    ("whole", "builder", "start", "stop", "parts"),
     [
-        (0, 23, ["ab", Audio(2), "cd", CLIP, Grid(1, 1), "e"]),
-        (0, 8, ["ab", Audio(2), "cd"]),
-        (1, 19, ["b", Audio(2), "cd", CLIP]),
-        (2, 6, [Audio(2)]),
-        (7, 22, ["d", CLIP, Grid(1, 1)]),
-        (19, 23, [Grid(1, 1), "e"]),
-        (22, 23, ["e"]),
+        (SPOKEN, OMNI, 0, 23, ["ab", Audio(2), "cd", CLIP, Grid(1, 1), "e"]),
+        (SPOKEN, OMNI, 1, 19, ["b", Audio(2), "cd", CLIP]),
+        (SPOKEN, OMNI, 2, 6, [Audio(2)]),
+        (SPOKEN, OMNI, 7, 22, ["d", CLIP, Grid(1, 1)]),
+        (SPOKEN, OMNI, 22, 23, ["e"]),
+        (PHOTOS, BUILDER, 0, 2, ["ab"]),
+        (PHOTOS, BUILDER, 2, 12, ["c", PHOTO, "d"]),
+        (PHOTOS, BUILDER, 12, 19, ["e", PHOTO[:8], "f"]),
+        (MARKERLESS, BARE, 0, 2, [Grid(1, 2)]),
+        (MARKERLESS, BARE, 2, 3, ["a"]),
     ],
 )
 def test_a_slice_matches_a_sequence_of_its_parts_except_for_positions(
-    start: int, stop: int, parts: list[object]
+    whole: Example, builder: SequenceBuilder, start: int, stop: int, parts: list[object]
 ) -> None:
-    part = SPOKEN.slice(start, stop).sequence
-    want = OMNI.build(parts)
+    part, want = whole.slice(start, stop).sequence, builder.build(parts)
     assert_equal(replace(part, positions=want.positions), want)
-    np.testing.assert_array_equal(part.positions.dense(), SPOKEN.sequence.positions.dense()[:, start:stop])
+    np.testing.assert_array_equal(whole.slice(start, stop).labels, whole.labels[start:stop])
+    np.testing.assert_array_equal(part.positions.dense(), whole.sequence.positions.dense()[:, start:stop])
     np.testing.assert_array_equal(part.positions.token_types(part.segments), part.token_type_ids)
 
 
@@ -288,14 +268,6 @@ def test_packs_do_not_cut_a_part(whole: Example, sizes: list[int], least: int) -
     message = f"^r7: (audio|image) 0: got {least} tokens with its markers, want at most {least - 1}, or"
     with pytest.raises(RecordError, match=message):
         Packer(least - 1, split_text=True).add(whole)
-
-
-@pytest.mark.parametrize("examples", [[spoken(("a", True)), spoken((Audio(1), True)), SPOKEN], [TILED]])
-def test_stored_examples_are_read_back(examples: list[Example], tmp_path: Path) -> None:
-    with SequenceWriter(tmp_path / "s.parquet") as writer:
-        for item in examples:
-            writer.write(item)
-    assert_equal(list(SequenceShard(tmp_path / "s.parquet").examples()), examples)
 
 
 def test_slices_keep_thumbnails_and_tiles() -> None:

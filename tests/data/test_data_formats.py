@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from results import assert_equal
 
 from mmpos import Grid, ImageProcessor, ImageSize, InvalidInputError, SequenceBuilder, Video
 from mmpos.data.examples import Format, Location, Preprocess, RecordError
@@ -69,6 +70,7 @@ UNREAD = "want Images(base=…), Images(resolver=…) or --images-from; paths ar
     [
         *((Images(), data, PNG) for data in (PNG, bytearray(PNG), memoryview(PNG), {"bytes": PNG, "path": "no.png"})),
         *((Images(), image, image) for image in (PHOTO, PIXELS, SIZE, Grid(1, 2), LEVELS)),
+        (Images(), LEVELS / 255, LEVELS),
         (STRICT, PNG_URL.replace("data:image/png;base64", "DATA:Image/PNG;Base64"), PNG),
         (STRICT, f"data:;base64,{PNG_BASE64}", PNG),
         (STRICT, f"data:image/png;name=dot.png;base64,{quote(PNG_BASE64, safe='')}", PNG),
@@ -78,13 +80,10 @@ UNREAD = "want Images(base=…), Images(resolver=…) or --images-from; paths ar
         (Images(), "data:image/png,a%2", "image: got the data URL 'data:image/png,a%2', want ASCII, and two hex"),
         (Images(), "data:image/png,ä", "image: got the data URL 'data:image/png,ä', want ASCII, and two hex digits"),
         (Images(), "data:image/png;base64,iVBO!A==", "image: got the data URL 'data:image/png;base64,iVBO!A==', want "),
-        (Images(), "data:image/png;base64,iVBOR", "image: got the data URL 'data:image/png;base64,iVBOR', want base64"),
         (Images(), "data:image/png;base64,", "image: got 0 bytes, want the bytes of a file"),
-        (Images(), "data:,", "image: got 0 bytes, want the bytes of a file"),
         (Images(), "a.png", f"image: got the path 'a.png', {UNREAD}"),
         (Images(), {"bytes": None, "path": "a.png"}, f"image.path: got the path 'a.png', {UNREAD}"),
         (LOCAL, "https://host/a.png", "image: got the URL 'https://host/a.png', want Images(resolver=…); no URL is fe"),
-        (LOCAL, "s3://bucket/a.png", "image: got the URL 's3://bucket/a.png', want Images(resolver=…); no URL is fetc"),
         (ASKED, "http://host/a", PNG),
         (ASKED, {"bytes": None, "path": "b"}, COFFEE),
         (ASKED, "c", SIZE),
@@ -111,13 +110,7 @@ def test_references_are_resolved_or_refused(images: Images, reference: object, w
     if isinstance(want, str):
         assert got.startswith(f"r: {want}")
     else:
-        assert got is want or (type(got), got) == (type(want), want)
-
-
-def test_floats_from_0_to_1_become_the_levels_of_a_decoder() -> None:
-    image = resolve(Images(), LEVELS / 255)
-    assert image.dtype == torch.uint8
-    assert torch.equal(image, LEVELS)
+        assert_equal(got, want)
 
 
 def test_a_path_must_lead_to_a_file_inside_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,11 +341,9 @@ CASES: list[tuple[Any, Any, Any]] = [
         {"origin": "shots/1.png"}, {"meta": {"image": None, "image_url": "a.png", "id": 5}},
         {"image_url": "http://host/cat.jpg"}, {"image_id": 5},
         {"images": [], "video": False, "audio": None, "photos": "[]", "clips": {"bytes": None, "path": ""}})),
-    (HFImages(), {**A_CAT, "mask": struct(PNG)}, "mask: got"),
-    (HFImages(), {**A_CAT, "depth": [Image.new("L", (2, 2))]}, "depth: got"),
-    (HFImages(), {**A_CAT, "left": PNG}, f"left: got {len(PNG)} bytes, want none"),
-    (HFImages(), {**A_CAT, "film": {"bytes": b"....ftypmp42", "name": "a"}}, "film: got"),
-    (HFImages(), {**A_CAT, "speech": {"array": [0.0], "sampling_rate": 16_000}}, "speech: got"),
+    *((HFImages(), {**A_CAT, "extra": value}, "extra: got") for value in (
+        struct(PNG), [Image.new("L", (2, 2))], PNG, {"bytes": b"....ftypmp42", "name": "a"},
+        {"array": [0.0], "sampling_rate": 16_000})),
     (Texts(), {"id": "a.png", "text": "see a.png", "url": "http://host/a"}, ["see a.png"]),
     (Texts("body"), {"body": "A"}, ["A"]),
     (Texts(), {"text": "a", "cover": PNG_URL}, "cover: got 'data:image/png"),

@@ -28,13 +28,8 @@ LINEAR = Cost(1, 0, 0, 0)
 
 
 def planned(headers: Headers, **settings: object) -> TrainingPlan:
+    """Plan, and check: each example once, packs that fit, complete steps, and correct sums."""
     result = plan(headers, **settings)  # type: ignore[arg-type]
-    check(result, headers)
-    return result
-
-
-def check(result: TrainingPlan, headers: Headers) -> None:
-    """Check a plan: each example once, packs that fit, complete steps, and correct sums."""
     steps = [step for rank in range(result.ranks) for step in result.packs(rank)]
     assert {len(step) for step in steps} == {result.microbatches}
     assert len(steps) == result.num_steps * result.ranks
@@ -44,6 +39,7 @@ def check(result: TrainingPlan, headers: Headers) -> None:
     assert max(headers.tokens[pack].sum() for pack in packs) <= result.max_tokens
     first = result.packs(0)[0]  # pack number (step·ranks + rank)·microbatches + microbatch
     assert [headers.labels[pack].sum() for pack in first] == result.sums(headers.labels)[: len(first)].tolist()
+    return result
 
 
 def test_expensive_examples_are_assigned_first_to_the_cheapest_packs() -> None:

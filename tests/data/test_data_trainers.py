@@ -5,82 +5,37 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rank_processes import run_ranks
-from torch.utils.data import DataLoader
-from two_ranks import Shards, as_keys, loader, run
+from data_corpus import load
+from two_ranks import Shards, as_keys, run
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
-from mmpos.data.collate import PackedCollator, PaddedCollator
-from mmpos.data.examples import Example, Preprocess
-from mmpos.data.formats import Chat, ChatTemplate
+from mmpos.data.collate import PackedCollator
+from mmpos.data.examples import Document, Location, Piece, Preprocess
 from mmpos.data.loader import BatchDataset
 from mmpos.data.packing import Batcher, Packer
 from mmpos.data.ranks import Even, RankLoader
 from mmpos.errors import InvalidInputError, UnsupportedError
+from mmpos_bench.data import labelled
 
 operations = pytest.importorskip("accelerate.utils.operations")
 
-BUILDER = SequenceBuilder()
-
-
-def examples() -> list[Example]:
-    """Make three examples, two with an image."""
-    parts: list[list[Any]] = [["one"], ["two", Grid(2, 2)], [Grid(1, 3), "three"]]
-    sequences = [BUILDER.build(document) for document in parts]
-    return [Example(str(i), sequence, sequence.input_ids) for i, sequence in enumerate(sequences)]
-
-
-def dispatch(batches: list[Any], rank: int) -> Any:
-    """Cut one rank's part out of one batch per rank, as accelerate's DataLoaderDispatcher does by default."""
-    batch = operations.concatenate(batches)
-    operations.get_data_structure(batch)
-    rows = operations.find_batch_size(batch) // len(batches)
-    return operations.slice_tensors(batch, slice(rank * rows, (rank + 1) * rows))
-
-
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("collate", [PackedCollator(), PaddedCollator()])
-def test_a_dispatcher_raises_an_error_that_names_the_remedy(collate: Any, batched: bool) -> None:
-    arguments = collate(examples()).as_dict(batched=batched)
-    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch; .*RankLoader"):
-        dispatch([arguments], 0)
-
-
-BATCH: Any = PackedCollator()(examples())
-WHOLE = (
-    r"tensors but got <class 'mmpos\.data\.batch\.Batch'>, which stays whole: load it through mmpos\.data\.RankLoader"
-    r"\(DataLoader\(dataset, batch_size=None\)\)"
-)
+BATCH: Any = PackedCollator()([labelled("a", ["two", Grid(2, 2)])] * 2)
 INSTEAD = r"batch: got a Batch instead .*, want ModelCollator\(settings\) as data_c"
 
 
-@pytest.mark.parametrize(
-    ("read", "error", "message"),
-    [
-        (lambda: dispatch([BATCH], 0), TypeError, f"Can only find the batch size of {WHOLE}"),
-        (lambda: dispatch([BATCH, BATCH], 0), TypeError, f"Can only concatenate {WHOLE}"),
-        (lambda: "labels" in BATCH, UnsupportedError, INSTEAD),
-        (lambda: BATCH["labels"], UnsupportedError, INSTEAD),
-        (lambda: list(BATCH), UnsupportedError, INSTEAD),
-    ],
-)
-def test_a_batch_is_no_mapping_of_arguments_and_is_not_divided(read: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        read()
-
-
 def test_moving_collating_and_copying_leaves_arguments_unchanged() -> None:
-    arguments = PackedCollator()(examples()).as_dict(batched=True)
+    arguments = BATCH.as_dict(batched=True)
     moved = operations.send_to_device(arguments, torch.device("cpu"))
-    collected = next(iter(loader(arguments)))
-    collected_by_worker = next(iter(loader(arguments, num_workers=1)))
+    collected, collected_by_worker = (next(iter(load([arguments], workers))) for workers in (0, 1))
     copies = (moved, collected, collected_by_worker, copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments)))
+    with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
+        operations.find_batch_size(dict(arguments))
     for copied in copies:
         assert type(copied) is type(arguments)
         assert list(copied) == list(arguments)
@@ -104,25 +59,17 @@ def test_one_rank_yields_all_batches_and_set_epoch_reaches_the_dataset(even: Eve
     ranked.set_epoch(3)
     assert ranked.dataset == [1, 2, 3]
     RankLoader([1]).set_epoch(3)
+    assert getattr(of_rank(0, 1), "generator", None) is None
 
 
-def test_accelerate_does_not_split_a_dataset_over_ranks_a_second_time() -> None:
-    def generator(rank: int, world_size: int) -> object:
-        """Read the generator like accelerate's prepare_data_loader with dispatch_batches=False and several ranks."""
-        dataset = BatchDataset([], Shards.example, Packer(60), rank=rank, world_size=world_size)
-        return getattr(dataset, "generator", None)
-
-    assert generator(0, 1) is None
-    with pytest.raises(
-        UnsupportedError, match=r"^generator: got a dataset for rank 1 of 2, .*; load it through .*RankLoader"
-    ):
-        generator(1, 2)
+def of_rank(rank: int, world_size: int) -> Any:
+    return BatchDataset([], Shards.example, Packer(60), rank=rank, world_size=world_size)
 
 
 def packs_of_forty() -> RankLoader[Any]:
     """Create a loader that yields packs as lists of their documents' keys."""
     dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys, seed=3, shuffle=9)
-    return RankLoader(DataLoader(dataset, batch_size=None), "repeat")
+    return RankLoader(load(dataset, 0), "repeat")
 
 
 def test_one_rank_resumes_from_its_state_also_at_the_end_of_an_epoch() -> None:
@@ -165,6 +112,12 @@ BARE: Any = {"version": 1}
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: "labels" in BATCH, INSTEAD),
+        (lambda: BATCH["labels"], INSTEAD),
+        (lambda: list(BATCH), INSTEAD),
+        (lambda: operations.get_data_structure(BATCH.as_dict()), "batch: got .* want the whole batch; .*RankLoader"),
+        # accelerate reads the generator of a dataset that it would split over ranks a second time.
+        (lambda: of_rank(1, 2).generator, "generator: got a dataset for rank 1 of 2, .*; load it through .*RankLoader"),
         (lambda: RankLoader([1], WRONG), "even: got 3, want one of None, 'drop', 'repeat'"),
         (lambda: RankLoader(WRONG), "loader: got int, want a DataLoader or another iterable"),
         (lambda: list(RankLoader([], endless=True)), "loader: got an epoch without batches, want at least one"),
@@ -174,7 +127,7 @@ BARE: Any = {"version": 1}
         (lambda: RankLoader([1]).load_state_dict(WRONG), "state: got int, want version 1 from state_dict"),
     ],
 )
-def test_invalid_arguments_and_states_are_refused(call: Any, message: str) -> None:
+def test_batches_as_mappings_and_invalid_arguments_and_states_are_refused(call: Any, message: str) -> None:
     with pytest.raises((InvalidInputError, UnsupportedError), match=f"^{message}"):
         call()
 
@@ -190,82 +143,47 @@ class Sized(Shards):
         return np.array([5 if i % 2 else 30 for i in range(self.size)])
 
 
-@pytest.mark.parametrize(
-    ("batching", "rank", "workers"),
-    [
-        (Packer(60), 0, 2),
-        (Packer(47, buffer=3, multiple_of=47), 1, 0),
-        (Batcher(3, max_tokens=30), 0, 0),
-        (Batcher(7), 1, 2),
-    ],
-)
-def test_the_number_of_batches_is_computed_from_lengths(batching: Any, rank: int, workers: int) -> None:
-    shards = [Sized(name, 23) for name in "abc"]
-    for split in ("records", "shards"):
-        dataset = BatchDataset(
-            shards, Shards.example, batching, as_keys, seed=2, shuffle=4, split=split, rank=rank, world_size=2
-        )
-        dataset.set_epoch(5)
-        context = "fork" if workers else None
-        loads = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context)
-        assert RankLoader(loads).steps_per_epoch == len(list(loads))
+def text(raw: Any, location: Location) -> Document:
+    return Document(str(location), (Piece("x" * (5 if raw % 2 else 30)),))
 
 
-def chat(policy: Any) -> Preprocess:
-    return Preprocess(Chat(ChatTemplate()), SequenceBuilder(images=ImageProcessor("pillow")), on_image_error=policy)
-
-
-PLAIN, SIZED = Shards("a", 9), Sized("a", 9)
+def with_images(policy: Any) -> Preprocess:
+    return Preprocess(text, SequenceBuilder(images=ImageProcessor("pillow")), on_image_error=policy)
 
 
 @pytest.mark.parametrize(
-    ("shard", "batching", "preprocess", "steps"),
+    ("shard", "batching", "preprocess", "is_known"),
     [
-        (PLAIN, Batcher(2), Shards.example, 5),
-        (SIZED, Packer(60), Shards.example, 3),
-        (PLAIN, Packer(60), Shards.example, None),
-        (PLAIN, Batcher(2, max_tokens=40), Shards.example, None),
-        (SIZED, Packer(60, split_text=True), Shards.example, None),
-        (SIZED, Packer(60, overlong="truncate"), Shards.example, None),
-        *((PLAIN, Batcher(2), chat(policy), steps)
-          for policy, steps in ((None, 5), ("raise", 5), ("drop", None), ("skip-document", None))),
+        (Sized, Packer(35, buffer=1), Shards.example, True),
+        (Sized, Packer(47, buffer=3, multiple_of=47), Shards.example, True),
+        (Sized, Batcher(3, max_tokens=30), Shards.example, True),
+        (Shards, Batcher(7), Shards.example, True),
+        (Shards, Packer(60), Shards.example, False),
+        (Shards, Batcher(2, max_tokens=40), Shards.example, False),
+        (Sized, Packer(60, split_text=True), Shards.example, False),
+        (Sized, Packer(60, overlong="truncate"), Shards.example, False),
+        *((Shards, Batcher(2), with_images(policy), is_known)
+          for policy, is_known in ((None, True), ("raise", True), ("drop", False), ("skip-document", False))),
     ],
 )  # fmt: skip
-def test_steps_are_unknown_without_sizes_or_if_texts_are_cut_or_documents_skipped(
-    shard: Any, batching: Any, preprocess: Any, steps: int | None
+@pytest.mark.parametrize(("rank", "workers", "split"), [(0, 2, "records"), (1, 0, "shards")])
+def test_the_number_of_batches_is_known_from_lengths_unless_texts_are_cut_or_documents_skipped(
+    shard: Any, batching: Any, preprocess: Any, is_known: bool, rank: int, workers: int, split: Any, tmp_path: Path
 ) -> None:
-    for on_error, want in (("raise", steps), ("skip", None)):
-        options: dict[str, Any] = {"on_error": on_error, "quarantine": "unused"}
-        dataset = BatchDataset([shard], preprocess, batching, **options)
-        assert RankLoader(DataLoader(dataset, batch_size=None)).steps_per_epoch == want
+    def new(on_error: str) -> RankLoader[Any]:
+        options: dict[str, Any] = {"rank": rank, "world_size": 2, "on_error": on_error, "quarantine": tmp_path}
+        shards = [shard(name, 23) for name in "abc"]
+        dataset = BatchDataset(shards, preprocess, batching, as_keys, seed=2, shuffle=4, split=split, **options)
+        dataset.set_epoch(5)
+        return RankLoader(load(dataset, workers))
+
+    assert new("skip").steps_per_epoch is None
+    assert new("raise").steps_per_epoch == (len(list(new("raise"))) if is_known else None)
     assert RankLoader([1, 2, 3]).steps_per_epoch == 3
     assert RankLoader(iter([1])).steps_per_epoch is None
 
 
-def two_ranks(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that uses the results of two ranks, so that all these tests run in one process."""
-    return pytest.mark.slow(pytest.mark.xdist_group("two ranks")(test))
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Run two ranks once for all tests, since starting them takes longer than their work, and return their results."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(run, 2, folder)
-    return [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
-
-
-@two_ranks
-def test_ranks_receive_equal_numbers_of_batches(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["epochs"] for rank in ranks)
-    assert first == {"drop": [[0, 1]] * 2, "repeat": [[0, 1, 2, 3, 4]] * 2, "none": [[]], "steps": [2, 5, None]}
-    assert second == {"drop": [[10, 11]] * 2, "repeat": [[10, 11, 10, 11, 10]] * 2, "none": [[]], "steps": [2, 5, None]}
-
-
-@two_ranks
-def test_ranks_resume_while_repeating_batches(ranks: list[dict[str, Any]]) -> None:
-    for rank in (rank["resumed"] for rank in ranks):
-        assert {even: len(whole) for even, whole in rank["whole"].items()} == {"drop": 2, "repeat": 10}
-        for even, whole in rank["whole"].items():
-            for steps, rest in enumerate(rank[even]):
-                assert rest == whole[steps:], (even, steps)
+@pytest.mark.slow
+def test_two_ranks_receive_equal_numbers_of_batches_and_resume_while_repeating_them(tmp_path: Path) -> None:
+    multiprocessing: Any = torch.multiprocessing
+    multiprocessing.spawn(run, (tmp_path,), nprocs=2)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hostile_images import encoded
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from mmpos.data.examples import Location, RecordError
 
@@ -67,13 +68,20 @@ def write_jsonl(path: Path, rows: Sequence[Record], open_file: Callable[..., Any
 
 
 def write_tar(path: Path, rows: Sequence[Record]) -> Path:
-    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+    mode: Any = "w:" + path.suffix[1:].replace("tar", "")
+    with tarfile.open(path, mode) as tar:
         for row in rows:
             for extension, data in (("jpg", row["image"]["bytes"]), ("txt", row["text"].encode())):
                 member = tarfile.TarInfo(f"{row['id']}.{extension}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
     return path
+
+
+def load(dataset: Any, workers: int, kind: Any = DataLoader, method: str = "fork", **options: Any) -> Any:
+    """Create a loader of a dataset's batches, which this number of workers reads."""
+    context = method if workers else None
+    return kind(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context, **options)
 
 
 @dataclass(frozen=True)

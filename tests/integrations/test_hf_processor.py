@@ -16,7 +16,7 @@ import pytest
 import torch
 from chat_tokenizer import OURS, QWENS, TEMPLATE, chat_tokenizer
 from data_corpus import photo
-from layouts import method_of
+from layouts import weightless
 from qwen_processors import config_of, processor_of
 from refusals import assert_refused
 
@@ -272,7 +272,7 @@ def test_processed_inputs_read_the_output_of_a_models_own_processor() -> None:
     records = [theirs(picture, texts[0], return_tensors="pt"), theirs(text=texts[1], videos=clip, return_tensors="pt")]
     examples = [ProcessedInputs(settings)(record, Location("train", i)) for i, record in enumerate(records)]
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
-    method = method_of("qwen2_vl", config_of("qwen2_vl"))
+    method = weightless("qwen2_vl", config_of("qwen2_vl")).get_rope_index
     want = [method(**{name: record.get(name) for name in names})[0] for record in records]
     pack = ModelCollator(settings)(examples)
     assert torch.equal(pack["position_ids"][1:], torch.cat(want, dim=2))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from layouts import OMNI, kind_of
+from layouts import OMNI, kind_of, weightless
 from model_configs import complete, config_of
 from rope_batches import FAMILIES, LIKE, MODELS, PLACED, VISION, hunyuan, omni_config
 from torch import Tensor, nn
@@ -499,15 +499,6 @@ def test_there_is_one_copy_from_the_device_and_one_back(name: str, monkeypatch: 
 
 
 # Models.
-
-
-def weightless(kind: str, config: Any) -> Any:
-    """Return a model that has the method and a config, but no weights."""
-    cls = kind_of(kind)
-    model = cls.__new__(cls)
-    nn.Module.__init__(model)
-    model.config = config
-    return model
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ class ModelCollator:
         """Convert patches to the processor's pixel_values; return float patches from the processor unchanged."""
         if patches is None:
             raise UnsupportedError("batch: got images without pixels, want pixels from an ImageProcessor")
-        if patches.is_floating_point() and not (patches.dim() == 4 and patches.shape[-1] == 3):
+        if patches.is_floating_point() and patches.shape[-1] != 3:  # an ImageProcessor's end with colours
             return patches
         if self.settings.vision_scheme is None:
             raise UnsupportedError(f"patches: got uint8, want {_OWN_PIXELS} of {self.settings.model_type!r}")

@@ -224,10 +224,11 @@ def test_a_pack_for_ernie_has_expert_types() -> None:
 
 def test_frames_between_video_markers_are_videos_in_their_document_alone() -> None:
     collator = ModelCollator(replace(SETTINGS, video_markers=(11, 12)), IMAGES)
-    arguments = collator([example([50, 11], PIXELS, [12], PIXELS), example([11, 60], PIXELS), example([12], PIXELS)])
-    types = [0, 0, 0, 2, 2, 0, 0, 0, 1, 1, 0], [0, 0, 0, 2, 2, 0], [0, 0, 1, 1, 0]
+    cut = example([11, 60], PIXELS), example([60], PIXELS), example([12], PIXELS)  # in a video, between, at its end
+    arguments = collator([example([50, 11], PIXELS, [12], PIXELS), *cut])
+    types = [0, 0, 0, 2, 2, 0, 0, 0, 1, 1, 0], [0, 0, 0, 2, 2, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 0]
     assert arguments["mm_token_type_ids"].tolist() == [[kind for document in types for kind in document]]
-    assert arguments["image_grid_thw"].tolist() == [[1, 2, 4]] * 4  # one call has either images or videos
+    assert arguments["image_grid_thw"].tolist() == [[1, 2, 4]] * 5  # one call has either images or videos
 
 
 def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
@@ -244,6 +245,8 @@ def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
     videos = ModelCollator(SETTINGS)([make(film, HERE)])
     assert videos["video_grid_thw"].tolist() == [[2, 2, 2]]
     assert "pixel_values" not in videos
+    planes = {"input_ids": [9, 7, 7, 10], "image_grid_thw": [[1, 2, 4]], "pixel_values": torch.randn(8, 3, 4, 4)}
+    assert torch.equal(ModelCollator(SETTINGS)([make(planes, HERE)])["pixel_values"], planes["pixel_values"])
 
 
 TIMED = replace(SETTINGS, scheme=MRopeTransformers(tokens_per_second=2))

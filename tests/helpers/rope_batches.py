@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from layouts import FRAME_RATES, OMNI, method_of, modeling, padded, random_layout
+from layouts import FRAME_RATES, OMNI, modeling, padded, weightless
 from model_configs import ARGUMENTS, CONFIGS, TEXT, XDROPE, config_of
 from torch import Tensor
 
@@ -61,6 +61,10 @@ class Request:
     needed: dict[str, Any] = field(default_factory=dict)
 
 
+IMAGE, VIDEO, AUDIO = 151655, 151656, 151646
+VISION, VISION_END, SOUND, SOUND_END = 151652, 151653, 151647, 151648
+
+
 def batch_of(random: Random, rows: list[list[int]]) -> tuple[Tensor, Array]:
     """Pad rows with text or with one of their tokens; return the ids and a (batch, seq) mask of the real tokens."""
     width, side = max(map(len, rows)) + random.randint(0, 2), random.choice(["left", "right"])
@@ -78,8 +82,13 @@ def mask_of(random: Random, real: Array, kinds: Array) -> Tensor:
     return mask.to(random.choice([torch.int64, torch.int32, torch.bool, torch.float32]))
 
 
-def text_of(random: Random, most: int) -> list[int]:
-    return [random.randint(1, 7) for _ in range(random.randint(0, most))]
+def types_of(ids: Tensor, tokens: Iterable[int]) -> Array:
+    """Return the types of (batch, seq) tokens: 0 for text, 1 for the first of the placeholders and 2 for the second."""
+    return sum(kind * (ids.numpy() == token) for kind, token in enumerate(tokens, 1))
+
+
+def text_of(random: Random, least: int, most: int) -> list[int]:
+    return [random.randint(1, 7) for _ in range(random.randint(least, most))]
 
 
 def any_integers(random: Random, values: Array) -> Tensor:
@@ -89,12 +98,26 @@ def any_integers(random: Random, values: Array) -> Tensor:
 # Qwen-VL and the models that follow it.
 
 
-def _grids(random: Random, grids: list[list[int]] | None, merge: int, frames: int) -> Tensor | None:
+def _unmerged(random: Random, grids: list[list[int]], merge: int, frames: int) -> Tensor | None:
     """Return unmerged grids, whose sides and frames need not be divisible by the merge sizes."""
-    if grids is None:
-        return None
-    more = [[random.randrange(frames), random.randrange(merge), random.randrange(merge)] for _ in grids]
-    return torch.tensor(grids) * torch.tensor([frames, 1, 1]) + torch.tensor(more)
+    sizes = (frames, merge, merge)
+    scaled = [[n * size + random.randrange(size) for n, size in zip(grid, sizes, strict=True)] for grid in grids]
+    return torch.tensor(scaled) if grids else None
+
+
+def _qwen_row(random: Random, grids: dict[int, list[list[int]]], apart: bool) -> list[int]:
+    """Draw a row in which no two images and no two videos are adjacent, since the method refuses them."""
+    row: list[int] = []
+    for token in random.choices([0, *grids], k=random.randint(1, 6)):
+        if token == 0 or row[-1:] == [token]:
+            row += text_of(random, 1, 5)
+        if token:
+            frames = random.randint(1, 6) if token == VIDEO else 1
+            height, width = random.randint(1, 4), random.randint(1, 4)
+            grids[token].append([frames, height, width])
+            for _ in range(frames):
+                row += (text_of(random, 1, 2) if apart and token == VIDEO else []) + [token] * (height * width)
+    return row
 
 
 def _seconds(random: Random, videos: int) -> Tensor | list[float] | None:
@@ -109,32 +132,32 @@ def _seconds(random: Random, videos: int) -> Tensor | list[float] | None:
 
 def like_qwen(random: Random, model: str) -> Request:
     """Draw images and videos, padded and masked with holes; sometimes there are more grids than tokens."""
-    layout = random_layout(random, LIKE[model], random.random() < 0.8)
-    frames = 2 if model == "ernie4_5_vl_moe" else 1
-    images, videos = _grids(random, layout.images, layout.merge, 1), _grids(random, layout.videos, layout.merge, frames)
-    arguments: dict[str, Any] = {
-        "input_ids": torch.from_numpy(layout.input_ids),
-        "mm_token_type_ids": any_integers(random, layout.kinds),
-    }
-    if layout.attention_mask is not None or random.random() < 0.3:
-        arguments["attention_mask"] = mask_of(random, layout.real, layout.kinds)
+    apart, frames = LIKE[model] == "qwen3_vl", 2 if model == "ernie4_5_vl_moe" else 1
+    merge, rate = random.choice([1, 2, 2, 3]), random.choice([2, 4, 25])
+    grids: dict[int, list[list[int]]] = {token: [] for token in random.choice([(IMAGE,), *[(IMAGE, VIDEO)] * 4])}
+    ids, real = batch_of(random, [_qwen_row(random, grids, apart) for _ in range(random.randint(1, 4))])
+    types = types_of(ids, grids)
+    images, videos = _unmerged(random, grids[IMAGE], merge, 1), _unmerged(random, grids.get(VIDEO, []), merge, frames)
+    arguments: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": any_integers(random, types)}
+    if not real.all() or random.random() < 0.3:
+        arguments["attention_mask"] = mask_of(random, real, types)
     elif random.random() < 0.3:  # the method accepts int32 only without a mask
-        arguments["input_ids"] = arguments["input_ids"].int()
+        arguments["input_ids"] = ids.int()
     if random.random() < 0.2:  # an image without tokens, whose grid may or may not have an area
         more = torch.tensor([random.choice([[1, 6, 6], [1, 0, 6]])])
         images = more if images is None else torch.cat([images, more])
     if videos is not None and random.random() < 0.2:  # a video whose last frames, or all of whose frames, are cut off
-        if layout.apart:
+        if apart:
             videos[-1, 0] += random.randint(1, 3)
         videos = torch.cat([videos, torch.tensor([random.choice([[2, 6, 12], [2, 6, 0], [0, 6, 12]])])])
-        if layout.apart and random.random() < 0.5:  # a video without frames has no grid
+        if apart and random.random() < 0.5:  # a video without frames has no grid
             videos = torch.cat([torch.tensor([[0, 6, 12]]), videos])
     if LIKE[model] == "qwen2_5_vl" and videos is not None:
         arguments["second_per_grid_ts"] = _seconds(random, len(videos))
     arguments |= {"image_grid_thw": images, "video_grid_thw": videos}
-    vision = {"spatial_merge_size": layout.merge, "tokens_per_second": layout.rate, "temporal_merge_size": frames}
-    theirs = method_of(model, SimpleNamespace(vision_config=SimpleNamespace(**vision)))
-    return Request(rope_index({"model_type": model, "vision_config": vision}), theirs, arguments)
+    vision = {"spatial_merge_size": merge, "tokens_per_second": rate, "temporal_merge_size": frames}
+    theirs = weightless(model, SimpleNamespace(vision_config=SimpleNamespace(**vision)))
+    return Request(rope_index({"model_type": model, "vision_config": vision}), theirs.get_rope_index, arguments)
 
 
 # HunYuan-VL and Hy4.
@@ -158,17 +181,20 @@ def like_hunyuan(random: Random, model: str) -> Request:
     config = config_of(model) if hy4 else hunyuan(random.choice([3, 4, 4, 5]))
     grids: dict[int, list[list[int]]] = {token: [] for token in ((120120, 120124) if hy4 else (120120,))}
     for _ in range(random.randint(1, 4)):
-        row = [TEXT, *text_of(random, 5)]
+        row = [TEXT, *text_of(random, 0, 5)]
         for token in random.choices(list(grids), k=random.choice([0, 1, 1, 2, 3])):
             frames = random.randint(1, 3) if token == 120124 else 1
             height, width = random.randint(1, 5), random.randint(1, 5)
-            grids[token].append([frames, 2 * height, 2 * width])
-            row += [begin, *[token] * (frames * height * (width + 1) + random.choice(more)), end, *text_of(random, 4)]
+            grids[token].append([frames, height, width])
+            row += [
+                begin,
+                *[token] * (frames * height * (width + 1) + random.choice(more)),
+                end,
+                *text_of(random, 0, 4),
+            ]
         rows.append(row)
     ids, real = batch_of(random, rows)
-    types = np.zeros(real.shape, np.int64)
-    for kind, token in enumerate(grids, 1):
-        types[(ids.numpy() == token) & real] = kind
+    types = types_of(ids, grids) * real
     if not hy4:  # type 2 counts as text
         types[(types == 0) & (np.arange(types.size).reshape(types.shape) % 7 == random.randrange(9))] = 2
     arguments: dict[str, Any] = {
@@ -178,19 +204,14 @@ def like_hunyuan(random: Random, model: str) -> Request:
     if not real.all() or random.random() < 0.3:
         arguments["attention_mask"] = mask_of(random, real, types)
     for name, own in zip(("image_grid_thw", "video_grid_thw"), grids.values(), strict=False):
-        every = [
-            [f + random.randrange(1 if hy4 else 3), h + random.randrange(2), w + random.randrange(2)] for f, h, w in own
-        ]
-        every += [[1, 6, 6]] if hy4 and random.random() < 0.2 else []
-        if every and (hy4 or random.random() < 0.9):
-            arguments[name] = torch.tensor(every)
-    return Request(rope_index(config), method_of(model, config), arguments)
+        every = own + ([[1, 3, 3]] if hy4 and random.random() < 0.2 else [])
+        if every and (hy4 or random.random() < 0.75):
+            arguments[name] = _unmerged(random, every, 2, 1 if hy4 else 3)
+    return Request(rope_index(config), weightless(model, config).get_rope_index, arguments)
 
 
 # Qwen Omni.
 
-VISION, VISION_END, SOUND, SOUND_END = 151652, 151653, 151647, 151648
-IMAGE, VIDEO, AUDIO = 151655, 151656, 151646
 SECONDS = [*(Fraction(2, fps) for fps in (1, 2, 3, 4, 5, 8)), Fraction(5), Fraction(9)]
 
 
@@ -214,11 +235,9 @@ def audio_tokens(model: str, features: int) -> int:
 
 @dataclass
 class _Prompts:
-    """Rows of token ids, and their images, videos and audio."""
+    """The merged grids and the audio of rows of token ids."""
 
-    rows: list[list[int]] = field(default_factory=list)
-    images: list[tuple[int, int, int]] = field(default_factory=list)
-    videos: list[tuple[int, int, int]] = field(default_factory=list)
+    grids: dict[int, list[list[int]]] = field(default_factory=lambda: {IMAGE: [], VIDEO: []})
     features: list[int] = field(default_factory=list)
 
     def sound(self, model: str, random: Random) -> list[int]:
@@ -226,36 +245,19 @@ class _Prompts:
         return [AUDIO] * audio_tokens(model, self.features[-1])
 
     def part(self, model: str, random: Random, kind: str) -> list[int]:
-        height, width = random.choice([(1, 1), (2, 3), (3, 2), (1, 30), (40, 1), (4, 4)])
         if kind == "text":
             return [TEXT] * random.randint(1, 5)
         if kind == "audio":
             return [SOUND, *self.sound(model, random), SOUND_END]
-        if kind == "image":
-            self.images.append((1, 2 * height, 2 * width))
-            return [VISION, *[IMAGE] * (height * width), VISION_END]
-        frames = random.randint(1, 6)
-        self.videos.append((frames, 2 * height, 2 * width))
-        patches = [VIDEO] * (frames * height * width)
-        if kind == "video":
+        frames, token = (1, IMAGE) if kind == "image" else (random.randint(1, 6), VIDEO)
+        height, width = random.choice([(1, 1), (2, 3), (3, 2), (1, 30), (40, 1), (4, 4)])
+        self.grids[token].append([frames, height, width])
+        patches = [token] * (frames * height * width)
+        if kind != "clip":
             return [VISION, *patches, VISION_END]
         mixed = patches[1:] + self.sound(model, random)
         random.shuffle(mixed)  # neither side depends on the order
         return [VISION, SOUND, VIDEO, *mixed, SOUND_END, VISION_END]
-
-
-def _prompts(model: str, random: Random, clips: bool) -> _Prompts:
-    prompts = _Prompts()
-    while not prompts.images and not prompts.videos:
-        prompts = _Prompts()
-        for _ in range(random.randint(1, 3)):
-            row = [TEXT] * random.randint(1, 4)
-            for _ in range(random.randint(0, 4)):
-                row += prompts.part(
-                    model, random, random.choice(["text", "image", "audio", "clip" if clips else "video"])
-                )
-            prompts.rows.append(row + [TEXT] * random.randint(0, 3))
-    return prompts
 
 
 def _seconds_of_frames(random: Random) -> float:
@@ -266,30 +268,36 @@ def _seconds_of_frames(random: Random) -> float:
 
 def like_omni(random: Random, model: str) -> Request:
     """Draw rows of text, images, audio and videos with or without sound, padded and masked with holes."""
-    config, clips, side = omni_config(model), random.random() < 0.6, random.choice(["left", "right"])
-    prompts = _prompts(model, random, clips)
-    ids, real = padded(prompts.rows, side), padded([[1] * len(row) for row in prompts.rows], side)
+    config, clips, prompts = omni_config(model), random.random() < 0.6, _Prompts()
+    kinds, rows = ["text", "image", "audio", "clip" if clips else "video"], []
+    for _ in range(random.randint(1, 3)):
+        rows.append([TEXT] * random.randint(1, 4))
+        for kind in random.choices(kinds, k=random.randint(0, 4)):
+            rows[-1] += prompts.part(model, random, kind)
+        rows[-1] += [TEXT] * random.randint(0, 3)
+    if not any(prompts.grids.values()):
+        rows[-1] += prompts.part(model, random, "image")
+    ids, real = batch_of(random, rows)
     arguments: dict[str, Any] = {"use_audio_in_video": clips}
-    for name, grids in (("image_grid_thw", prompts.images), ("video_grid_thw", prompts.videos)):
+    videos = prompts.grids[VIDEO]
+    images = prompts.grids[IMAGE] + random.choice([[], [], [], [], [[1, 3, 3]], [[1, 0, 3]]])
+    for name, grids in (("image_grid_thw", images), ("video_grid_thw", videos)):
         if grids:
-            arguments[name] = torch.tensor(grids)
-    if prompts.videos:
-        rates = [_seconds_of_frames(random) for _ in prompts.videos]
+            arguments[name] = torch.tensor(grids) * torch.tensor([1, 2, 2])
+    if videos:
+        rates = [_seconds_of_frames(random) for _ in videos]
         dtype = random.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
         arguments["second_per_grids"] = torch.tensor(rates, dtype=dtype)
     if prompts.features:
         arguments["audio_seqlens"] = torch.tensor(prompts.features)
     if not real.all() or random.random() < 0.5:
-        arguments["attention_mask"] = mask_of(random, real.bool().numpy(), (ids != TEXT).int().numpy())
-    if random.random() < 0.2:
-        grids = arguments.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
-        arguments["image_grid_thw"] = torch.cat([grids, torch.tensor([random.choice([[1, 6, 6], [1, 1, 6]])])])
+        arguments["attention_mask"] = mask_of(random, real, (ids != TEXT).int().numpy())
     # The method accepts other integers only without a mask.
     arguments["input_ids"] = ids.int() if "attention_mask" not in arguments and random.random() < 0.5 else ids
     needed = (
         {} if model == "qwen2_5_omni" or "attention_mask" in arguments else {"attention_mask": torch.ones_like(ids)}
     )
-    return Request(rope_index(config), method_of(model, config.thinker_config), arguments, needed)
+    return Request(rope_index(config), weightless(model, config.thinker_config).get_rope_index, arguments, needed)
 
 
 FAMILIES: Mapping[str, Callable[[Random, str], Request]] = {

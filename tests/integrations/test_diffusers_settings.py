@@ -70,7 +70,7 @@ def test_rotations_equal_those_of_the_class(name: str, count: int) -> None:
     peer = PEERS[name]
     transformer = transformer_of(name)
     settings = from_diffusers(transformer, peer.pipeline)
-    assert settings == from_diffusers({"_class_name": name, **peer.config}, peer.pipeline)
+    assert settings == from_diffusers(of_class(name, **peer.config), peer.pipeline)
     assert settings.rotary.pairing == peer.pairing
     rotaries = [one for one in (settings.rotary, settings.second_rotary) if one is not None]
     for document in documents(peer, name, count):
@@ -188,26 +188,23 @@ def of_class(name: str, **fields: object) -> dict[str, object]:
     return {"_class_name": name, **fields}
 
 
+COG, PATH = "CogVideoXTransformer3DModel", "black-forest-labs/FLUX.1-dev"
 REFUSED_CONFIGS: dict[str, object] = {
     "config._class_name: got None, want the class name of a transformer": {"model_type": "qwen3_vl"},
-    "config: got the path 'black-forest-labs/FLUX.1-dev', which does not exist, want that of a config.json": (
-        "black-forest-labs/FLUX.1-dev"
-    ),
+    f"config: got the path {PATH!r}, which does not exist, want that of a config.json": PATH,
     "config: got int, want the path of a config.json or of its folder, a mapping or a diffusers transformer": 3,
     "config.axes_dims_rope: got [16, 56], want 3 integers": of_class("FluxTransformer2DModel", axes_dims_rope=[16, 56]),
     "config.rope_theta: got 0, want a finite number >= 1": of_class("Flux2Transformer2DModel", rope_theta=0),
-    "config.interpolation_scale_t: got 0, want a finite number > 0": of_class(
-        "AllegroTransformer3DModel", interpolation_scale_t=0
-    ),
-    "config.patch_size: got [2], want rows and columns, or frames before them": of_class(
-        "WanTransformer3DModel", patch_size=[2]
-    ),
+    "config.interpolation_scale_t: got 0, want a finite number > 0":
+        of_class("AllegroTransformer3DModel", interpolation_scale_t=0),
+    "config.patch_size: got [2], want rows and columns, or frames before them":
+        of_class("WanTransformer3DModel", patch_size=[2]),
     "config._class_name: got 'MochiTransformer3DModel', which is not supported: ": of_class("MochiTransformer3DModel"),
     "config._class_name: got 'UNet2DModel', want one of AllegroTransformer3DModel,": of_class("UNet2DModel"),
     "config.siglip_feat_dim: got one, want None:": of_class("ZImageTransformer2DModel", siglip_feat_dim=8),
-    "config.use_rotary_positional_embeddings: got False, want True": of_class("CogVideoXTransformer3DModel"),
+    "config.use_rotary_positional_embeddings: got False, want True": of_class(COG),
     "config.refer_stride: got 2, want 1": of_class("WanAnimate2Transformer3DModel", refer_stride=2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED_CONFIGS)
@@ -220,8 +217,7 @@ def test_sizes_must_be_multiples_of_a_patch_and_ids_must_fit_the_models_tables()
         from_diffusers({"_class_name": f"{name}Model"})
         for name in ("FluxTransformer2D", "QwenImageTransformer2D", "WanTransformer3D", "QwenImage21Transformer2D")
     )
-    cog_fields = {"use_rotary_positional_embeddings": True, "patch_size_t": 2}
-    cog = from_diffusers(of_class("CogVideoXTransformer3DModel", **cog_fields))
+    cog = from_diffusers(of_class(COG, use_rotary_positional_embeddings=True, patch_size_t=2))
     lumina = from_diffusers(of_class("Lumina2Transformer2DModel"))
     assert flux.grid(128, 96) == Grid(64, 48)
     packed = from_diffusers(of_class("BriaFibo2Transformer2DModel"))  # its pipeline packs 2 × 2 latents first
@@ -244,21 +240,9 @@ def test_sizes_must_be_multiples_of_a_patch_and_ids_must_fit_the_models_tables()
         # The size of a reference shifts the text.
         (qwen, [[Text(5), Grid(8, 8), Grid(8194, 8)]], "[0]: got ids from 4097 to 4101 on axis 0, want -4096 to 4095"),
         (cog, [[Grid(31, 2, frames=2)]], "[0]: got ids from 0 to 30 on axis 1, want 0 to 29, the tables of CogVideoX"),
-        (
-            lumina,
-            [[Text(5), Grid(513, 2)]],
-            "[0]: got ids from 0 to 512 on axis 1, want 0 to 511, the tables of Lumina2",
-        ),
+        (lumina, [[Text(5), Grid(513, 2)]], "[0]: got ids from 0 to 512 on axis 1, want 0 to 511, the tables of Lumi"),
         (qwen, [[Text(5)] + [Grid(1, 1)] * 4097], "[0]: got ids from 4096 to 4096 on axis 0, want -4096 to 4095, the "),
-        (
-            qwen_21,
-            [[Text(8190), Grid(2, 2), Grid(2, 2)]],
-            "[0]: got ids from 8192 to 8192 on axis 0, want -1024 to 8191",
-        ),
-        (
-            wan,
-            [[Grid(2, 1025)]],
-            "[0]: got ids from 0 to 1024 on axis 2, want 0 to 1023, the tables of WanTransformer3",
-        ),
+        (qwen_21, [[Text(8190), Grid(2, 2), Grid(2, 2)]], "[0]: got ids from 8192 to 8192 on axis 0, want -1024 to 81"),
+        (wan, [[Grid(2, 1025)]], "[0]: got ids from 0 to 1024 on axis 2, want 0 to 1023, the tables of WanTransforme"),
     ):
         assert_refused(f"documents{message}", partial(settings.place, documents), LimitExceededError)

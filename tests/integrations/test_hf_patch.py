@@ -35,6 +35,15 @@ NAMES = sorted(CONFIGS)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
+@torch.no_grad()
+def text_logits(model: Any, input_ids: Tensor) -> Tensor:
+    """Assert that patching does not change the logits of text, bit for bit, and return them."""
+    want: Tensor = model(input_ids).logits
+    patch(model, rotary_of(model, precision="hf"))
+    assert torch.equal(model(input_ids, mm_position_ids=text(*[input_ids.shape[1]] * len(input_ids))).logits, want)
+    return want
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -46,10 +55,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 )
 def test_text_has_the_same_logits_as_in_the_unpatched_model_bit_for_bit(name: str, dtype: torch.dtype) -> None:
     model, input_ids = model_of(name, dtype), tokens(2, 120)
+    want = text_logits(model, input_ids)
     with torch.no_grad():
-        want = model(input_ids).logits
-        patch(model, rotary_of(model, precision="hf"))
-        assert torch.equal(model(input_ids, mm_position_ids=text(120, 120)).logits, want)
         assert torch.equal(model(input_ids).logits, want)
         assert torch.equal(model(input_ids, mm_position_ids=None).logits, want)
 
@@ -75,19 +82,12 @@ def test_cos_and_sin_have_the_dtype_of_the_hidden_states_rather_than_the_weights
     model, input_ids = model_of("llama", states), tokens(1, 24)
     model.model.embed_tokens.to(embedding)
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.to(states))
-    with torch.no_grad():
-        want = model(input_ids).logits
-        patch(model, rotary_of(model, precision="hf"))
-        assert torch.equal(model(input_ids, mm_position_ids=text(24)).logits, want)
+    text_logits(model, input_ids)
 
 
 def test_positions_follow_the_dtype_of_autocast() -> None:
-    model, input_ids = model_of("llama"), tokens(2, 24)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        want = model(input_ids).logits
-        got = patch(model, rotary_of(model, precision="hf"))(input_ids, mm_position_ids=text(24, 24)).logits
-    assert got.dtype == torch.bfloat16
-    assert torch.equal(got, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert text_logits(model_of("llama"), tokens(2, 24)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
@@ -144,11 +144,8 @@ LENGTHS = {"original_max_position_embeddings": 128}
 )
 def test_text_has_the_same_logits_as_in_the_unpatched_model_with_rope_scaling(rope: dict[str, object]) -> None:
     model = model_of("llama", rope_parameters={"rope_theta": 5e5, **rope})
-    input_ids, rotary = tokens(1, 300), rotary_of(model, precision="hf")
-    assert rotary.scaling is not None
-    with torch.no_grad():
-        want = model(input_ids).logits
-        assert torch.equal(patch(model, rotary)(input_ids, mm_position_ids=text(300)).logits, want)
+    assert rotary_of(model).scaling is not None
+    text_logits(model, tokens(1, 300))
 
 
 def test_a_next_position_beyond_the_length_of_a_scaled_rotary_is_refused() -> None:

@@ -132,13 +132,10 @@ def test_device_positions_of_packed_documents_require_position_ids(lengths: tupl
 MIXERS: dict[str, dict[str, Any]] = {
     "afmoe": {},  # its masks ignore position_ids
     "granitemoehybrid": {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"},  # so do its masks
-    "falcon_h1": {  # a convolution and a state-space layer run in parallel with each attention layer
-        "mamba_d_ssm": 64,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-    },
+    # a convolution and a state-space layer run in parallel with each attention layer
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
 }
+MIXED = "mm_position_ids: got several documents in one row, which this model cannot separate"
 
 
 @pytest.mark.parametrize("name", sorted(MIXERS))
@@ -148,10 +145,7 @@ def test_models_that_mix_documents_refuse_packed_rows(name: str) -> None:
         want = model(input_ids[:, 4:]).logits
         patch(model, rotary_of(model, precision="hf"))
         for ids in (table, DevicePositions.from_table(table)):
-            with pytest.raises(
-                UnsupportedError, match="several documents in one row, which this model cannot separate"
-            ):
-                model(input_ids, mm_position_ids=ids)
+            assert_refused(MIXED, partial(model, input_ids, mm_position_ids=ids), UnsupportedError)
         assert torch.equal(model(input_ids[:, 4:], mm_position_ids=text(5)).logits, want)
 
 
@@ -176,9 +170,8 @@ def test_decoding_with_a_cache_gives_the_same_logits_as_a_full_forward_pass(name
     with torch.no_grad():
         first = model(input_ids[:, :10], mm_position_ids=table.window([0, 1], [0, 0], [10, 10]))  # cuts both images
         cached, steps = {CACHE: first[CACHE]}, [first.logits]
-        steps.append(
-            model(input_ids[:, 10:24], **cached, mm_position_ids=table.window([0, 1], [10] * 2, [14] * 2)).logits
-        )
+        rest = table.window([0, 1], [10] * 2, [14] * 2)
+        steps.append(model(input_ids[:, 10:24], **cached, mm_position_ids=rest).logits)
         for step in range(3):
             ids = table.decode(step + 1).take([step, 2 * step + 1], [step + 1, 2 * step + 2])
             steps.append(model(input_ids[:, [24 + step]], **cached, mm_position_ids=ids).logits)
@@ -204,38 +197,26 @@ def test_every_decoding_method_generates_the_same_tokens_as_full_forward_passes(
     assert output[:, 24:].tolist() == reference_tokens("rope-tie", name)
 
 
-def test_prompts_can_be_passed_as_embeddings() -> None:
+def test_prompts_may_be_embeddings_and_positions_dense_ids_or_device_positions() -> None:
     model, (input_ids, mask, table) = patched("llama"), prompts()
     embeds = model.get_input_embeddings()(input_ids).detach()
     alone = generated(model, inputs_embeds=embeds, attention_mask=mask, mm_position_ids=table)
     assert alone.tolist() == reference_tokens()
     both = generated(model, input_ids=input_ids, inputs_embeds=embeds, attention_mask=mask, mm_position_ids=table)
     assert both[:, 24:].tolist() == reference_tokens()
-
-
-@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
-def test_dense_ids_and_device_positions_generate_the_same_tokens_as_the_table(scheme: str) -> None:
-    model, (input_ids, mask, table) = patched("llama"), prompts(scheme)
-    dense = as_ids(table)
-    next_positions = torch.from_numpy(table.next_positions.copy())
-    for ids in (dense, DevicePositions.from_table(table)):
-        output = generated(model, input_ids, attention_mask=mask, mm_position_ids=ids, mm_next_positions=next_positions)
-        assert output[:, 24:].tolist() == reference_tokens(scheme)
+    for scheme in ("rope-tie", "rope-tie-v2"):
+        _, _, table = prompts(scheme)
+        following = {"attention_mask": mask, "mm_next_positions": torch.from_numpy(table.next_positions.copy())}
+        for ids in (as_ids(table), DevicePositions.from_table(table)):
+            output = generated(model, input_ids, mm_position_ids=ids, **following)
+            assert output[:, 24:].tolist() == reference_tokens(scheme)
 
 
 def test_beams_keep_the_positions_of_their_row() -> None:
     model, (input_ids, mask, table) = patched("llama"), prompts()
-    output = generated(
-        model,
-        input_ids,
-        attention_mask=mask,
-        mm_position_ids=table,
-        num_beams=3,
-        num_return_sequences=3,
-        length_penalty=0.0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
+    beams = {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 0.0}
+    scored = {"return_dict_in_generate": True, "output_scores": True}
+    output = generated(model, input_ids, attention_mask=mask, mm_position_ids=table, **beams, **scored)
     real = place(SEGMENTS)
     for beam, score in enumerate(output.sequences_scores):  # equals the summed log-probabilities of a full forward pass
         row = beam // 3
@@ -251,26 +232,21 @@ def test_beams_keep_the_positions_of_their_row() -> None:
         assert_within(score, summed(), rounding(summed, model.parameters()))
 
 
-@pytest.mark.parametrize("assistant", ["a copy", "tokens of the prompt"])
-def test_draft_tokens_are_verified_at_their_own_positions(assistant: str) -> None:
+def test_draft_tokens_are_verified_at_their_own_positions() -> None:
     model, (input_ids, mask, table) = patched("llama"), prompts()
-    first = table.window([0], [0], [24])
-    options = {"assistant_model": patched("llama")} if assistant == "a copy" else {"prompt_lookup_num_tokens": 3}
-    output = generated(model, input_ids[:1], attention_mask=mask[:1], mm_position_ids=first, **options)
-    assert output[:, 24:].tolist() == reference_tokens()[:1]
+    first = {"attention_mask": mask[:1], "mm_position_ids": table.window([0], [0], [24])}
+    for drafts in ({"assistant_model": patched("llama")}, {"prompt_lookup_num_tokens": 3}):
+        assert generated(model, input_ids[:1], **first, **drafts)[:, 24:].tolist() == reference_tokens()[:1]
 
 
-@pytest.mark.parametrize("prompt", ["all tokens", "new tokens"])
-def test_generation_continues_from_a_cache(prompt: str) -> None:
+def test_generation_continues_from_a_cache() -> None:
     model, input_ids, table = patched("llama"), tokens(1, 24), two_rows().window([0], [0], [24])
-    with torch.no_grad():
-        cache = model(input_ids[:, :9], mm_position_ids=table.slice(0, 9))[CACHE]
-    assert isinstance(cache, DynamicCache)
-    want = greedy_tokens(model, input_ids[0], table, 0)
-    mask = torch.ones(1, 24, dtype=torch.int64)
-    inputs = input_ids if prompt == "all tokens" else input_ids[:, 9:]
-    output = generated(model, inputs, attention_mask=mask, mm_position_ids=table, **{CACHE: cache})
-    assert output[:, -NEW:].tolist() == [want]
+    want, mask = greedy_tokens(model, input_ids[0], table, 0), torch.ones(1, 24, dtype=torch.int64)
+    for inputs in (input_ids, input_ids[:, 9:]):  # all tokens, or the new ones
+        with torch.no_grad():
+            cache = model(input_ids[:, :9], mm_position_ids=table.slice(0, 9))[CACHE]
+        output = generated(model, inputs, attention_mask=mask, mm_position_ids=table, **{CACHE: cache})
+        assert output[:, -NEW:].tolist() == [want]
 
 
 def test_generate_without_positions_gives_the_same_tokens_as_the_unpatched_model() -> None:
@@ -288,23 +264,17 @@ def test_generation_continues_a_slice_that_contains_one_of_several_packed_prompt
     assert output[:, 9:].tolist() == reference_tokens()[1:]
 
 
-@pytest.mark.parametrize("source", ["argument", "config", "positional config", "config of the model"])
-def test_classifier_free_guidance_is_refused(source: str) -> None:
+def test_classifier_free_guidance_and_ids_beyond_int32_are_refused() -> None:
     model, (input_ids, mask, table) = patched("llama"), prompts()
     config = GenerationConfig(guidance_scale=1.5)
-    if source == "config of the model":
-        model.generation_config = config
-    args = (config,) if source == "positional config" else ()
-    sources: dict[str, Any] = {"argument": {"guidance_scale": 1.5}, "config": {"generation_config": config}}
-    arguments = {"attention_mask": mask, "mm_position_ids": table, **sources.get(source, {})}
-    message = "guidance_scale: got 1.5, want 1"
-    assert_refused(message, lambda: model.generate(input_ids, *args, **arguments), UnsupportedError)
-
-
-def test_generation_beyond_int32_ids_is_refused() -> None:
-    table = place(SegmentTable.from_documents([[Text(4)]]), start=2**31 - 5)
-    message = "positions: got ids from 2147483648 to 2147483648, want finite ids within int32"
-    assert_refused(message, lambda: generated(patched("llama"), tokens(1, 4), mm_position_ids=table))
+    prompt, message = {"attention_mask": mask, "mm_position_ids": table}, "guidance_scale: got 1.5, want 1"
+    for args, more in (((), {"guidance_scale": 1.5}), ((), {"generation_config": config}), ((config,), {})):
+        assert_refused(message, partial(model.generate, input_ids, *args, **prompt, **more), UnsupportedError)
+    last = place(SegmentTable.from_documents([[Text(4)]]), start=2**31 - 5)
+    over = "positions: got ids from 2147483648 to 2147483648, want finite ids within int32"
+    assert_refused(over, lambda: generated(model, tokens(1, 4), mm_position_ids=last))
+    model.generation_config = config
+    assert_refused(message, partial(model.generate, input_ids, **prompt), UnsupportedError)
 
 
 ZEROS, BOTH = torch.zeros(2, 2, 24), torch.tensor([1, 1])

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +17,7 @@ from refusals import assert_refused
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
-from mmpos import InvalidInputError, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos import InvalidInputError, MmposError, PositionTable, SegmentTable, Text, UnsupportedError, place
 from mmpos.integrations.hf import patch, unpatch
 from mmpos.rotary import DevicePositions, Rotary, YaRN
 
@@ -141,11 +142,6 @@ def test_models_without_a_head_or_with_a_different_head_can_be_patched() -> None
 # Errors.
 
 
-def refused(message: str, model: Any, rotary: Any, **arguments: Any) -> None:
-    """Check that patch raises an error whose message begins with this text."""
-    assert_refused(message, lambda: patch(model, rotary, **arguments), (InvalidInputError, UnsupportedError))
-
-
 MINICPM3 = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 UNLIKE: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("granite_swa", "GraniteSWAForCausalLM", {"layer_rope_theta": [1e4, 5e5]}, "has 3 modules of type GraniteSWARotar"),
@@ -155,27 +151,34 @@ UNLIKE: tuple[tuple[str, str, dict[str, Any], str], ...] = (
 
 
 def test_unsupported_models_and_rotaries_are_refused() -> None:
-    model = model_of("llama")
+    model, layered, kinds = model_of("llama"), model_of("gemma3"), ("full_attention", "sliding_attention")
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=1, vocab_size=8))
-    for other, message in (
-        (gpt2, "model: got GPT2LMHeadModel, which has no rotary_emb next to its layers"),
-        (model_of("cohere"), "model: got 'cohere', which has pairing 'adjacent', want pairing 'half'"),
-        *((model_of(name, **changes), f"model: got {kind}, which {why}") for name, kind, changes, why in UNLIKE),
+    ours, want = Rotary(16), f"want a mapping from each layer type of {[*kinds]} to a Rotary"
+    for other, rotary, message in (
+        (gpt2, ours, "model: got GPT2LMHeadModel, which has no rotary_emb next to its layers"),
+        (model_of("cohere"), ours, "model: got 'cohere', which has pairing 'adjacent', want pairing 'half'"),
+        *((model_of(name, **changes), ours, f"model: got {kind}, which {why}") for name, kind, changes, why in UNLIKE),
+        (model, Rotary(32), "rotary.head_dim: got 32, want 16 as in the model"),
+        (model, Rotary(16, rotary_dim=8), "rotary.rotary_dim: got 8, want 16"),
+        (model, Rotary(16, pairing="adjacent"), "rotary.pairing: got 'adjacent', want 'half'"),
+        (model, Rotary(16, scaling=YaRN(4.0, 128)), "rotary.attention_factor: got 1.138629"),
+        (model, {"full_attention": ours}, "rotary: got dict, want one Rotary"),
+        (model, "rope", "rotary: got str, want one Rotary"),
+        (layered, ours, f"rotary: got Rotary, {want}"),
+        (layered, {"full_attention": ours}, f"rotary: got ['full_attention'], {want}"),
+        (layered, dict(zip(kinds, (ours, Rotary(16, axes=1)), strict=True)), "rotary: got [1, 2] axes, want the same"),
+        (
+            layered,
+            dict(zip(kinds, (ours, Rotary(8)), strict=True)),
+            "rotary['sliding_attention'].head_dim: got 8, want",
+        ),
     ):
-        refused(message, other, Rotary(16))
-    for rotary, message in (
-        (Rotary(32), "rotary.head_dim: got 32, want 16 as in the model"),
-        (Rotary(16, rotary_dim=8), "rotary.rotary_dim: got 8, want 16"),
-        (Rotary(16, pairing="adjacent"), "rotary.pairing: got 'adjacent', want 'half'"),
-        (Rotary(16, scaling=YaRN(4.0, 128)), "rotary.attention_factor: got 1.138629"),
-        ({"full_attention": Rotary(16)}, "rotary: got dict, want one Rotary"),
-        ("rope", "rotary: got str, want one Rotary"),
-    ):
-        refused(message, model, rotary)
-    refused("implementation: got 'cuda'", model, Rotary(16), implementation="cuda")
-    patch(model, Rotary(16))
+        assert_refused(message, partial(patch, other, rotary), MmposError)
+    wrong: Any = "cuda"
+    assert_refused("implementation: got 'cuda'", lambda: patch(model, ours, implementation=wrong))
+    patch(model, ours)
     for again in (model, model.model):
-        refused("model: got a patched model", again, Rotary(16))
+        assert_refused("model: got a patched model", partial(patch, again, ours))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -186,19 +189,14 @@ def test_cos_and_sin_of_an_unexpected_shape_are_refused(way: str) -> None:
 
 
 PARTLY: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+APART = "which does not rotate q and k in one call"
 NO_KERNEL: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("phi3", {"rope_parameters": PARTLY}, "implementation: got 'triton' for 8 of 16 channels, want 'reference'"),
-    (
-        "gemma3n_text",
-        {"vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "intermediate_size": [96] * 2},
-        "implementation: got 'triton' for Gemma3nTextAttention, which does not rotate q and k in one call",
-    ),
-    (  # the indexer receives cos and sin as well
-        "minimax_m3_vl_text",
-        {"layer_types": ["minimax_m3_sparse"] * 2, "rotary_dim": 16},
-        "implementation: got 'triton' for MiniMaxM3VLAttention, which does not rotate q and k in one call",
-    ),
-)
+    ("phi3", {"rope_parameters": PARTLY}, "8 of 16 channels, want 'reference'"),
+    ("gemma3n_text", {"vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0, "intermediate_size": [96] * 2},
+     f"Gemma3nTextAttention, {APART}"),
+    ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 2, "rotary_dim": 16},
+     f"MiniMaxM3VLAttention, {APART}"),  # the indexer receives cos and sin as well
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), NO_KERNEL)
@@ -206,48 +204,30 @@ def test_the_kernel_is_refused_for_models_that_do_not_rotate_all_of_q_and_k_in_o
     name: str, changes: Any, message: str
 ) -> None:
     model = model_of(name, **changes)
-    refused(message, model, rotary_of(model), implementation="triton")
+    kernel = partial(patch, model, implementation="triton")
+    got = f"implementation: got 'triton' for {message}"
+    assert_refused(got, lambda: kernel(rotary_of(model)), MmposError)
     if name == "phi3":
         by_heads = rotary_of(model, allocation="heads", head_axes=[0, 1])
-        refused("rotary: got head_axes, want the same axes for all heads", model, by_heads)
+        assert_refused("rotary: got head_axes, want the same axes", lambda: patch(model, by_heads), MmposError)
     patch(model, rotary_of(model), implementation="auto")
     assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
 
 
-def test_every_layer_type_requires_a_rotary() -> None:
-    model, kinds = model_of("gemma3"), ("full_attention", "sliding_attention")
-    want = f"want a mapping from each layer type of {[*kinds]} to a Rotary"
-    for rotary, message in (
-        (Rotary(16), f"rotary: got Rotary, {want}"),
-        ({"full_attention": Rotary(16)}, f"rotary: got ['full_attention'], {want}"),
-        (dict(zip(kinds, (Rotary(16), Rotary(16, axes=1)), strict=True)), "rotary: got [1, 2] axes, want the same"),
-        (
-            dict(zip(kinds, (Rotary(16), Rotary(8)), strict=True)),
-            "rotary['sliding_attention'].head_dim: got 8, want 16",
-        ),
-    ):
-        refused(message, model, rotary)
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (torch.zeros(2, 24, dtype=torch.int64), r"got shape \(2, 24\), want \(2, 2, 24\): \(axes, batch, seq\)"),
-        (torch.zeros(3, 2, 24, dtype=torch.int64), r"got shape \(3, 2, 24\), want \(2, 2, 24\)"),
-        (torch.zeros(2, 2, 24), "got dtype torch.float32, want int32, int64 or float64"),
-        (torch.zeros(2, 2, 24, dtype=torch.int64, device="meta"), "got a tensor on meta, want cpu"),
+def test_invalid_positions_in_a_call_are_refused() -> None:
+    model, ids = patched("llama"), torch.zeros(3, 2, 24, dtype=torch.int64)
+    for positions, message in (
+        (ids[0], "got shape (2, 24), want (2, 2, 24): (axes, batch, seq)"),
+        (ids, "got shape (3, 2, 24), want (2, 2, 24)"),
+        (ids[:2].float(), "got dtype torch.float32, want int32, int64 or float64"),
+        (ids[:2].to("meta"), "got a tensor on meta, want cpu"),
         ([[0] * 24] * 2, "got list, want a PositionTable, DevicePositions or a tensor of ids"),
         (text(24), "got 24 tokens, want 48 in 2 rows of 24"),
         (text(20, 28), "got documents of unequal numbers of tokens, want 24, the length of a row; pad the table"),
         (text(16, 16, 16), "got documents of 16 tokens, want 24"),
         (place(SegmentTable.from_documents([[Text(24)]] * 2), "flatten"), "got 1 axis, want 2"),
-    ],
-    ids=range(9),
-)
-def test_invalid_positions_in_a_call_are_refused(ids: object, message: str) -> None:
-    model = patched("llama")
-    with pytest.raises(InvalidInputError, match=f"mm_position_ids: {message}"):
-        model(tokens(2, 24), mm_position_ids=ids)
+    ):
+        assert_refused(f"mm_position_ids: {message}", partial(model, tokens(2, 24), mm_position_ids=positions))
 
 
 def test_positions_require_tokens_and_an_argument_of_their_own() -> None:

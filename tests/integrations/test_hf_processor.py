@@ -16,7 +16,7 @@ import pytest
 import torch
 from chat_tokenizer import OURS, QWENS, TEMPLATE, chat_tokenizer
 from data_corpus import photo
-from layouts import method_of
+from layouts import weightless
 from qwen_processors import config_of, processor_of
 from refusals import assert_refused
 
@@ -105,8 +105,8 @@ def test_rows_are_padded_to_max_length_or_returned_whole() -> None:
     batch = wide(text="this", padding="max_length", max_length=9, return_tensors="pt")
     assert batch["input_ids"].tolist() == [[PAD] * (9 - len(row)) + row]
     assert (batch["positions"].num_tokens, batch["mm_position_ids"].shape) == (9, (2, 1, 9))
-    with pytest.raises(InvalidInputError, match=r"^text\[0\]: got \d tokens, want <= max_length = 1$"):
-        wide(text="this", padding="max_length", max_length=1, return_tensors="pt")
+    with pytest.raises(InvalidInputError, match=r"^text\[1\]: got \d tokens, want <= max_length = 1$"):
+        wide(text=["A", "this cup"], padding="max_length", max_length=1, return_tensors="pt")
 
 
 def test_pixel_values_are_those_of_the_image_processor() -> None:
@@ -128,10 +128,8 @@ def block(value: object, kind: str = "image") -> dict[str, Any]:
 
 def test_chats_equal_the_text_that_their_template_renders() -> None:
     processor = make_processor()
-    chats = [
-        chat(block(WIDE), block("What is this?", "text"), answer="A cat"),
-        [{"role": "user", "content": "coffee"}],
-    ]
+    coffee = [{"role": "user", "content": "coffee"}]
+    chats = [chat(block(WIDE), block("What is this?", "text"), answer="A cat"), coffee]
     options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
     batch = processor.apply_chat_template(chats, add_generation_prompt=True, processor_kwargs=dict(options), **CHAT)
     texts = ["<s><|user|>[PATCH]What is this?<|assistant|>A cat</s><|assistant|>", "<s><|user|>coffee<|assistant|>"]
@@ -145,9 +143,7 @@ def test_chats_equal_the_text_that_their_template_renders() -> None:
     assert own.apply_chat_template([{"role": "user", "content": "A cat"}]) == "A cat"
 
 
-def test_images_in_chats_may_be_bytes_paths_and_data_urls_but_paths_only_if_read_files_allows_it(
-    tmp_path: Path,
-) -> None:
+def test_images_in_chats_may_be_bytes_data_urls_and_paths_if_read_files_allows_it(tmp_path: Path) -> None:
     path = tmp_path / "a photo.jpg"
     path.write_bytes(WIDE)
     url = f"data:image/jpeg;base64,{base64.b64encode(WIDE).decode()}"
@@ -170,9 +166,7 @@ def test_special_tokens_spelled_out_by_users_remain_text_if_sanitized(monkeypatc
     messages = chat(block(WIDE), block(words, "text"))
     with monkeypatch.context() as patch:
         patch.setattr(mmpos_processor, "_SANITIZES", False)
-        with pytest.raises(
-            UnsupportedError, match=r"^sanitize_control_tokens: got True, which Transformers 5\..* ignores"
-        ):
+        with pytest.raises(UnsupportedError, match=r"^sanitize_control_tokens: got True, which Transf.* ignores"):
             processor.apply_chat_template(messages, sanitize_control_tokens=True, **CHAT)
     if not mmpos_processor._SANITIZES:
         return
@@ -186,13 +180,8 @@ def test_special_tokens_spelled_out_by_users_remain_text_if_sanitized(monkeypatc
 
 
 def test_a_saved_processor_loads_with_the_same_settings(tmp_path: Path) -> None:
-    processor = make_processor(
-        scheme=RopeTieV2(rounding="floor"),
-        markers=Markers(patch=PATCH, row="[ROW]"),
-        start=3,
-        temporal_patch_size=1,
-        read_files=False,
-    )
+    options = {"scheme": RopeTieV2(rounding="floor"), "markers": Markers(patch=PATCH, row="[ROW]"), "start": 3}
+    processor = make_processor(**options, temporal_patch_size=1, read_files=False)
     processor.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "processor_config.json").read_text())
     assert settings["scheme"] == {"name": "rope-tie-v2", "axes": 2, "rounding": "floor"}
@@ -239,6 +228,8 @@ def test_fractional_ids_survive_a_cast_also_of_a_pickled_batch() -> None:
     assert torch.equal(cast["mm_position_ids"], ids)
     assert torch.equal(cast["input_ids"], input_ids)
     assert cast["positions"].fractional
+    listed = processor([TALL], "A [PATCH]").to(torch.bfloat16)["mm_position_ids"]  # without tensors, rows are lists
+    assert listed[0].tolist() == ids[:, 0].tolist()
     values = make_processor(scheme="rope-tie-v2", temporal_patch_size=2)(TALL, "[PATCH]", return_tensors="pt")
     assert values.to(torch.bfloat16)["pixel_values"].dtype == torch.bfloat16
 
@@ -272,7 +263,7 @@ def test_processed_inputs_read_the_output_of_a_models_own_processor() -> None:
     records = [theirs(picture, texts[0], return_tensors="pt"), theirs(text=texts[1], videos=clip, return_tensors="pt")]
     examples = [ProcessedInputs(settings)(record, Location("train", i)) for i, record in enumerate(records)]
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
-    method = method_of("qwen2_vl", config_of("qwen2_vl"))
+    method = weightless("qwen2_vl", config_of("qwen2_vl")).get_rope_index
     want = [method(**{name: record.get(name) for name in names})[0] for record in records]
     pack = ModelCollator(settings)(examples)
     assert torch.equal(pack["position_ids"][1:], torch.cat(want, dim=2))

@@ -17,11 +17,12 @@ import broadcast_rank
 import numpy as np
 import pytest
 import torch
+from refusals import assert_refused
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _PerDocumentHeadTailLoadBalancer
 
-from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.integrations.megatron import MultimodalRotaryEmbedding, rotary_pos_emb
 from mmpos.rotary import DevicePositions, Rotary, YaRN, apply_rotary
 
@@ -73,6 +74,12 @@ def assert_same(rotated: Tensor, expected: object) -> None:
     assert_within(rotated, expected, rotations(expected, OF_ANGLES))
 
 
+def theirs(megatron: SimpleNamespace, q: Tensor, freqs: Tensor, rotary: Rotary, **options: Any) -> Tensor:
+    """Rotate with the function of Megatron."""
+    rotated: Tensor = megatron.embedding.apply_rotary_pos_emb(q, freqs, megatron.configs[rotary.pairing], **options)
+    return rotated
+
+
 def rotate(q: Tensor, positions: PositionTable, rotary: Rotary) -> Tensor:
     return apply_rotary(q, None, positions, rotary)[0]
 
@@ -86,7 +93,7 @@ def test_megatron_rotates_the_rows_of_a_rank(
     shard, q = ROWS.shard(rank, 3), normal(2, 4, 3, 16)
     freqs = rotary_pos_emb(shard, rotary, "sbhd")
     options = {"mscale": rotary.attention_factor, "cp_group": Ranks(rank, 3)}
-    rotated = megatron.embedding.apply_rotary_pos_emb(q.transpose(0, 1), freqs, megatron.configs[pairing], **options)
+    rotated = theirs(megatron, q.transpose(0, 1), freqs, rotary, **options)
     assert freqs.shape == (4, 2, 1, rotary_dim)
     assert freqs.is_contiguous()
     assert_same(rotated.transpose(0, 1), rotate(q, shard, rotary))
@@ -101,13 +108,8 @@ def test_megatron_slices_the_angles_of_a_whole_pack(
     freqs = rotary_pos_emb(positions, rotary, "thd")
     assert freqs.shape == (positions.num_tokens, 1, 1, 16)
     q = normal(positions.num_tokens, 3, 16)[torch.from_numpy(positions.shard_indices(rank, count))]
-    rotated = megatron.embedding.apply_rotary_pos_emb(
-        q,
-        freqs,
-        megatron.configs[rotary.pairing],
-        cu_seqlens=torch.from_numpy(positions.cu_seqlens.copy()),
-        cp_group=Ranks(rank, count),
-    )
+    bounds = torch.from_numpy(positions.cu_seqlens.copy())
+    rotated = theirs(megatron, q, freqs, rotary, cu_seqlens=bounds, cp_group=Ranks(rank, count))
     assert_same(rotated, rotate(q, positions.shard(rank, count), rotary))
 
 
@@ -118,19 +120,17 @@ def test_one_row_of_a_rank_is_rotated_by_the_angles_of_its_shard(megatron: Simpl
         shard = PACKED.shard(rank, 2, layout)
         q = normal(PACKED.num_tokens, 3, 16)[torch.from_numpy(PACKED.shard_indices(rank, 2, layout))]
         freqs = rotary_pos_emb(shard, rotary, "thd")
-        rotated = megatron.embedding.apply_rotary_pos_emb(
-            q.unsqueeze(1), freqs, megatron.configs[rotary.pairing], cp_group=Ranks(rank, 2)
-        )
+        rotated = theirs(megatron, q.unsqueeze(1), freqs, rotary, cp_group=Ranks(rank, 2))
         assert_same(rotated.squeeze(1), rotate(q, shard, rotary))
 
 
 def test_latent_attention_uses_half_angles_for_adjacent_channels(megatron: SimpleNamespace) -> None:
     rotary = Rotary(head_dim=16)
     q, freqs = normal(1, ROWS.num_tokens, 3, 16), rotary_pos_emb(ROWS, rotary, "thd")
-    theirs = megatron.embedding._apply_rotary_pos_emb_bshd
-    renamed = "mla_rotary_interleaved" in signature(theirs).parameters  # in Megatron 0.19
+    function = megatron.embedding._apply_rotary_pos_emb_bshd
+    renamed = "mla_rotary_interleaved" in signature(function).parameters  # in Megatron 0.19
     option = "mla_rotary_interleaved" if renamed else "multi_latent_attention"
-    rotated = theirs(q.transpose(0, 1), freqs, **{option: True})
+    rotated = function(q.transpose(0, 1), freqs, **{option: True})
     adjacent = apply_rotary(q[0], None, ROWS, Rotary(head_dim=16, pairing="adjacent"))[0]
     assert_same(rotated.squeeze(1), torch.cat((adjacent[..., ::2], adjacent[..., 1::2]), dim=-1))
 
@@ -141,11 +141,10 @@ VIDEO = place(SegmentTable.from_documents([[Text(3), Grid(2, 3, frames=2), Text(
 
 def test_the_module_returns_the_angles_of_megatrons_module(megatron: SimpleNamespace) -> None:
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
-    theirs = SimpleNamespace(
-        inv_freq=inv_freq, seq_len_interpolation_factor=None, rotary_interleaved=False, cp_group=None
-    )
+    options = {"seq_len_interpolation_factor": None, "rotary_interleaved": False, "cp_group": None}
+    module = SimpleNamespace(inv_freq=inv_freq, **options)
     ids = torch.from_numpy(VIDEO.dense().reshape(3, 2, 16))
-    want = megatron.embedding.MultimodalRotaryEmbedding.forward(theirs, ids, [2, 3, 3])
+    want = megatron.embedding.MultimodalRotaryEmbedding.forward(module, ids, [2, 3, 3])
     bound = cos_sin(want, FREQUENCY + 1)
     for positions in (VIDEO, DevicePositions.from_table(VIDEO), ids):
         freqs = MultimodalRotaryEmbedding(SECTIONS)(positions, [2, 3, 3])
@@ -180,21 +179,14 @@ def model(megatron: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterato
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-        monkeypatch.setattr(
-            tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=contextlib.nullcontext)
-        )
+        rng = SimpleNamespace(fork=contextlib.nullcontext)
+        monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: rng)
         parallel_state.initialize_model_parallel()
         torch.manual_seed(0)
-        config = type(megatron.configs["half"])(
-            num_layers=2,
-            hidden_size=48,
-            num_attention_heads=3,
-            mrope_section=[2, 3, 3],
-            init_method_std=0.3,
-            use_cpu_initialization=True,
-            bias_dropout_fusion=False,
-            masked_softmax_fusion=False,
-        )
+        sizes = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 3, "mrope_section": [2, 3, 3]}
+        unfused = {"bias_dropout_fusion": False, "masked_softmax_fusion": False}
+        initial = {"init_method_std": 0.3, "use_cpu_initialization": True}
+        config = type(megatron.configs["half"])(**sizes, **unfused, **initial)
         layers = get_gpt_layer_local_spec(normalization="LayerNorm")
         model = GPTModel(config, layers, vocab_size=64, max_sequence_length=16, position_embedding_type="mrope")
         yield model.eval()
@@ -252,37 +244,28 @@ def test_broadcast_tables_are_equal_in_two_processes(tmp_path: Path) -> None:
             assert scalars == [table.num_tokens, table.fractional, table.scheme]
 
 
+WRONG: Any = "bshd"
+UNEQUAL = "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        *(
-            (
-                lambda positions=positions: rotary_pos_emb(positions, Rotary(16), "sbhd"),
-                "positions: got documents of unequal length, want equal lengths; pad or use layout 'thd'",
-            )
-            for positions in (PACKED, DevicePositions.from_table(PACKED))
-        ),
-        (lambda: rotary_pos_emb(ROWS, Rotary(16), "bshd"), "layout: got 'bshd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
-        (
-            lambda: MultimodalRotaryEmbedding(Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.001))),
-            "mscale: got 1.0, want 1.001, the attention factor of rotary",
-        ),
-        (lambda: MultimodalRotaryEmbedding(Rotary(16), mscale=None), "mscale: got None, want a finite number"),  # type: ignore[arg-type]
-        (lambda: MultimodalRotaryEmbedding(SECTIONS, "bhsd"), "layout: got 'bhsd', want one of 'sbhd', 'thd'"),  # type: ignore[arg-type]
-        (
-            lambda: MultimodalRotaryEmbedding(SECTIONS)(VIDEO, [4, 2, 2]),
-            "mrope_section: got [4, 2, 2], want [2, 3, 3] as in rotary",
-        ),
-        (
-            lambda: MultimodalRotaryEmbedding(SECTIONS, "sbhd", Ranks(0, 3))(DevicePositions.from_table(VIDEO)),
-            "position_ids: got rows of 16 tokens, want a multiple of 6",
-        ),
+        (lambda: rotary_pos_emb(PACKED, Rotary(16), "sbhd"), UNEQUAL),
+        (lambda: rotary_pos_emb(DevicePositions.from_table(PACKED), Rotary(16), "sbhd"), UNEQUAL),
+        (lambda: rotary_pos_emb(ROWS, Rotary(16), WRONG), "layout: got 'bshd', want one of 'sbhd', 'thd'"),
+        (lambda: MultimodalRotaryEmbedding(Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.001))),
+         "mscale: got 1.0, want 1.001, the attention factor of rotary"),
+        (lambda: MultimodalRotaryEmbedding(Rotary(16), mscale=WRONG), "mscale: got 'bshd', want a finite number"),
+        (lambda: MultimodalRotaryEmbedding(SECTIONS, WRONG), "layout: got 'bshd', want one of 'sbhd', 'thd'"),
+        (lambda: MultimodalRotaryEmbedding(SECTIONS)(VIDEO, [4, 2, 2]),
+         "mrope_section: got [4, 2, 2], want [2, 3, 3] as in rotary"),
+        (lambda: MultimodalRotaryEmbedding(SECTIONS, "sbhd", Ranks(0, 3))(DevicePositions.from_table(VIDEO)),
+         "position_ids: got rows of 16 tokens, want a multiple of 6"),
     ],
-)
+)  # fmt: skip
 def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError) as refused:
-        call()
-    assert str(refused.value) == message
+    assert_refused(message, call)
 
 
 def test_a_module_uses_its_mscale_and_its_device_and_empty_tables_have_empty_angles() -> None:

@@ -144,12 +144,7 @@ def test_glm_images_and_videos_in_packed_documents_are_distinguished() -> None:
     first = [begin, image, text, image, end, image, image, begin]  # ends inside a video
     second = [image, text, begin, image, end]
     ids = np.array(first + second)
-    segments = settings.segments(
-        ids,
-        [[1, 2, 4], [1, 2, 2]],
-        [[2, 2, 2], [1, 2, 2]],
-        cu_seqlens=[0, 8, 13],
-    )
+    segments = settings.segments(ids, [[1, 2, 4], [1, 2, 2]], [[2, 2, 2], [1, 2, 2]], cu_seqlens=[0, 8, 13])
     grids = segments.extents.T[segments.kind == 1].tolist()
     assert grids == [[1, 1, 1], [1, 1, 1], [1, 1, 2], [1, 1, 1], [1, 1, 1]]
     assert segments.lengths.tolist() == [1, 1, 1, 1, 1, 2, 1, 1, 2, 1, 1]
@@ -359,20 +354,15 @@ class Unreadable:
         raise KeyError("hidden_size")
 
 
-KNOWN = (
-    "want a model type of Transformers 5.24 that docs/models-names.md lists; for any other model, write its rule as a "
-    "scheme (docs/schemes.md) and pass the scheme to mmpos.place"
-)
+KNOWN = "want a model type of Transformers 5.24 that docs/models-names.md lists; for any other model, write its rule as"
 DEFAULTS = "or {} for the defaults of its class"
 ENCODER = f"config.vision_config: got none, want the config of the encoder, {DEFAULTS}"
 ROPE, SECTION = "config.text_config.rope_parameters.", "mrope_section: got"
 SQUARE = {**without("qwen2_vl")["vision_config"], "patch_size": [14, 16]}
-YARN = {"rope_type": "yarn", "factor": 2.0}
+KIND, FAR = "config.text_config.model_type: got", 2**40
 CONFIGS_REFUSED: dict[str, Any] = {
-    **{
-        f"config.model_type: got {model!r}, which is not supported: {reason}": {"model_type": model}
-        for model, reason in UNSUPPORTED_TYPES.items()
-    },
+    **{f"config.model_type: got {model!r}, which is not supported: {reason}": {"model_type": model}
+       for model, reason in UNSUPPORTED_TYPES.items()},
     f"config.model_type: got 'no', {KNOWN}": {"model_type": "no"},
     f"config.model_type: got 'qwen25_vl' (did you mean 'qwen2_5_vl'?), {KNOWN}": {"model_type": "qwen25_vl"},
     "config.model_type: got none, want the name of a model type": {},
@@ -381,49 +371,38 @@ CONFIGS_REFUSED: dict[str, Any] = {
     ENCODER: without("llava", "vision_config"),
     f"{ENCODER[:-1]}": without("qwen2_vl", "vision_config"),
     f"config.text_config: got none, want the config of the language model, {DEFAULTS}": without("llava", "text_config"),
-    "config.text_config.model_type: got 'llama' in 'qwen2_vl', want one of qwen2_vl_text": without(
-        "qwen2_vl", text_config={"model_type": "llama"}
-    ),
-    "config.text_config.model_type: got ['llama'] in 'llava', want one of": without(
-        "llava", text_config={"model_type": ["llama"]}
-    ),
+    f"{KIND} 'llama' in 'qwen2_vl', want one of qwen2_vl_text":
+        without("qwen2_vl", text_config={"model_type": "llama"}),
+    f"{KIND} ['llama'] in 'llava', want one of": without("llava", text_config={"model_type": ["llama"]}),
     "Placeholders.video must differ from image, got 151655": without("qwen2_vl", video_token_id=151655),
-    "config.vision_end_token_id must differ from vision_start_token_id, got 151652": without(
-        "qwen2_vl", vision_end_token_id=151652
-    ),
+    "config.vision_end_token_id must differ from vision_start_token_id, got 151652":
+        without("qwen2_vl", vision_end_token_id=151652),
     "config.image_token_id: got '<image>', want an integer": without("qwen2_vl", image_token_id="<image>"),
     "config.image_token_id: got -200, want >= 0": without("llava", image_token_index=-200),
     "config.image_token_id: got [1], want an integer": without("llava", image_token_index=[[1]]),
-    "rotary: got 3 axes, want 1 for scheme 'flatten'": without(
-        "mistral", rope_parameters={"rope_theta": 1e4, "mrope_section": [16, 24, 24]}
-    ),
+    "rotary: got 3 axes, want 1 for scheme 'flatten'":
+        without("mistral", rope_parameters={"rope_theta": 1e4, "mrope_section": [16, 24, 24]}),
     "layer_type: got None, want one of 'full_attention', 'sliding_attention'": without("gemma3"),
     "config.vision_config.patch_size: got [14, 16], want an integer": without("qwen2_vl", vision_config=SQUARE),
     "head_dim: got '128', want an integer": without("mistral", head_dim="128"),
     "head_dim: got 2147483648, want <= 65536": without("mistral", head_dim=2**31),
-    "head_dim: got 34359738368, want <= 65536": without("mistral", head_dim=None, hidden_size=2**40),
+    "head_dim: got 34359738368, want <= 65536": without("mistral", head_dim=None, hidden_size=FAR),
     "num_attention_heads: got 0, want >= 1": without("mistral", head_dim=None, num_attention_heads=0),
-    "max_position_embeddings: got 'long', want a finite number": without(
-        "mistral", rope_parameters=YARN, max_position_embeddings="long"
-    ),
+    "max_position_embeddings: got 'long', want a finite number":
+        without("mistral", rope_parameters={"rope_type": "yarn", "factor": 2.0}, max_position_embeddings="long"),
     "head_dim: got KeyError ('hidden_size') from the config, want a readable field": Unreadable(),
-    f"{SECTION} [24, 16, 24], want pairs of rows, the same number for columns, then frames": with_text(
-        "ernie4_5_vl_moe", {"mrope_section": [24, 16, 24]}
-    ),
-    "mrope_section[0]: got 1099511627776, want <= 65536": with_text(
-        "ernie4_5_vl_moe", {"mrope_section": [2**40, 2**40, 0]}
-    ),
+    f"{SECTION} [24, 16, 24], want pairs of rows, the same number for columns, then frames":
+        with_text("ernie4_5_vl_moe", {"mrope_section": [24, 16, 24]}),
+    f"mrope_section[0]: got {FAR}, want <= 65536": with_text("ernie4_5_vl_moe", {"mrope_section": [FAR, FAR, 0]}),
     f"{SECTION} 7, want a sequence of numbers": with_text("ernie4_5_vl_moe", {"mrope_section": 7}),
     f"{ROPE}{SECTION} none, want the pairs of at least three axes": hunyuan_with(),
     f"{ROPE}{SECTION} [32, 32], want the pairs of at least three axes": hunyuan_with(mrope_section=[32, 32]),
     f"{SECTION} [16, 16, 16, 8], want sizes that sum to 64 pairs": hunyuan_with(mrope_section=[16, 16, 16, 8]),
-    "mrope_section must equal xdrope_section, got [16, 16, 16, 16] and [24, 24, 8, 8]": hunyuan_with(
-        mrope_section=[16] * 4, xdrope_section=[24, 24, 8, 8]
-    ),
-    "config.dit_config must have the same rotation as config.vlm_config, because it attends to": without(
-        "pi0", dit_config={"rope_parameters": {"rope_theta": 1e6}, "head_dim": 256}
-    ),
-}
+    "mrope_section must equal xdrope_section, got [16, 16, 16, 16] and [24, 24, 8, 8]":
+        hunyuan_with(mrope_section=[16] * 4, xdrope_section=[24, 24, 8, 8]),
+    "config.dit_config must have the same rotation as config.vlm_config, because it attends to":
+        without("pi0", dit_config={"rope_parameters": {"rope_theta": 1e6}, "head_dim": 256}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", CONFIGS_REFUSED, ids=range(len(CONFIGS_REFUSED)))
@@ -455,34 +434,28 @@ def test_an_end_marker_in_the_padding_is_not_an_image_of_the_prompt() -> None:
 NOT_BUILT = ", which SequenceBuilder cannot build; pass the input_ids of the model's processor to segments"
 USES: dict[str, Any] = {
     "engine: got 'vllm', want one of 'transformers', 'serving'": lambda: settings_of("qwen2_vl", engine="vllm"),
-    "layer_type: got 'full_attention', want one of 'sliding_attention'": lambda: mmpos.from_hf_config(
-        config_of("cohere_compass"), layer_type="full_attention"
-    ),
+    "layer_type: got 'full_attention', want one of 'sliding_attention'":
+        lambda: mmpos.from_hf_config(config_of("cohere_compass"), layer_type="full_attention"),
     "markers: the config of 'llava' does not define the tokens around images": lambda: settings_of("llava").markers,
-    **{
-        f"markers: got {model!r}, whose images have {tokens}{NOT_BUILT}": lambda model=model: settings_of(model).markers
-        for model, tokens in (
-            ("hunyuan_vl", "rows that end in a placeholder without a patch"),
-            ("minicpmv4_7", "a thumbnail and tiles, each with separate markers"),
-            ("neomme", "a placeholder without a patch before their rows"),
-        )
-    },
+    **{f"markers: got {model!r}, whose images have {tokens}{NOT_BUILT}": lambda model=model: settings_of(model).markers
+       for model, tokens in (
+           ("hunyuan_vl", "rows that end in a placeholder without a patch"),
+           ("minicpmv4_7", "a thumbnail and tiles, each with separate markers"),
+           ("neomme", "a placeholder without a patch before their rows"),
+       )},
     "image_processor: got 'llava', want a model whose config defines": lambda: settings_of("llava").image_processor(),
-    "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2": lambda: settings_of(
-        "ernie4_5_vl_moe"
-    ).segments([103367], None, [[2, 2, 2], [3, 2, 2]]),
-    "images_per_sample must be None for 'qwen3_vl'": lambda: settings_of("qwen3_vl").segments(
-        [5], images_per_sample=[0]
-    ),
-    "image_grid_thw[0]: got no placeholders left": lambda: settings_of("glm_image").segments(
-        [TEXT, 16384], [[1, 1, 1]]
-    ),
+    "video_grid_thw[1, 0]: got 3 frames, want a multiple of temporal_merge_size=2":
+        lambda: settings_of("ernie4_5_vl_moe").segments([103367], None, [[2, 2, 2], [3, 2, 2]]),
+    "images_per_sample must be None for 'qwen3_vl'":
+        lambda: settings_of("qwen3_vl").segments([5], images_per_sample=[0]),
+    "image_grid_thw[0]: got no placeholders left":
+        lambda: settings_of("glm_image").segments([TEXT, 16384], [[1, 1, 1]]),
     "generated: got 'qwen3_vl', want a model that generates images": lambda: generated([0], model="qwen3_vl"),
     "images_per_sample: got a sum of 0, want 1, one per grid": lambda: generated([0], [1, 1, 1]),
     "images_per_sample[0]: got -1, want >= 0": lambda: generated([-1]),
     "images_per_sample: got shape (2,), want (1,)": lambda: generated([0, 0]),
     "images_per_sample[0]: got 0, want at least 1, the images of the prompt": lambda: generated([0]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", USES)

@@ -25,19 +25,13 @@ def document_image(config: Any, height: int, width: int) -> list[int]:
     return [config.document_token_id, config.image_token_id, *rows]
 
 
-def processor_positions(config: Any, rows: list[list[int]], grids: list[tuple[int, int]], left: bool = False) -> Any:
-    """Pad rows on one side, and return the (2, batch, seq) ids of the processor."""
-    ids, mask = rows_and_mask(rows, left)
+def processor_positions(config: Any, ids: Tensor, mask: Tensor, grids: list[tuple[int, int]]) -> Any:
+    """Return the (2, batch, seq) ids of the processor."""
     tokenizer = SimpleNamespace(document_token_id=config.document_token_id, row_token_id=ROW)
     processor: Any = SimpleNamespace(
         image_token_id=config.image_token_id, tokenizer=tokenizer, _image_positions=NeoMMEProcessor._image_positions
     )
     return NeoMMEProcessor._build_position_ids(processor, ids, mask, grids)
-
-
-def rows_and_mask(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
-    side = "left" if left else "right"
-    return padded(rows, side), padded([[1] * len(row) for row in rows], side)
 
 
 def test_ids_equal_those_of_the_processor() -> None:
@@ -47,9 +41,10 @@ def test_ids_equal_those_of_the_processor() -> None:
             random.choice([None, (random.randint(1, 5), random.randint(1, 5))]) for _ in range(random.randint(1, 4))
         ]
         rows = [[WORD] * random.randint(1, 30) if size is None else document_image(config, *size) for size in sizes]
-        grids, left = [size for size in sizes if size is not None], random.random() < 0.5
-        theirs = processor_positions(config, rows, grids, left)
-        (ids, mask), thw = rows_and_mask(rows, left), [(1, *size) for size in grids]
+        side = random.choice(["left", "right"])
+        ids, mask = padded(rows, side), padded([[1] * len(row) for row in rows], side)
+        grids = [size for size in sizes if size is not None]
+        theirs, thw = processor_positions(config, ids, mask, grids), [(1, *size) for size in grids]
         ours = settings.place(settings.segments(ids, thw, attention_mask=mask)).dense().reshape(theirs.shape)
         np.testing.assert_array_equal(ours * mask.numpy(), (theirs * mask).numpy())
         packed, bounds = [token for row in rows for token in row], np.cumsum([0, *map(len, rows)])

@@ -1,6 +1,7 @@
 """Test the positions that a processor returns to SGLang, and one of SGLang's kernels, if SGLang 0.5.23 is installed."""
 
 import os
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -62,42 +63,36 @@ def test_items_of_several_grids_and_whole_videos_are_supported() -> None:
     assert item_segments(4, []).extents.T.tolist() == [[1, 1, 4]]
 
 
-FOUR = mmpos.place(SegmentTable.from_documents([PROMPT]), "xd-rope")
-CUT = mmpos.place(SegmentTable.from_documents([PROMPT[:2]]))
 TWICE = [item((0, 3), image_grid_thw=[1, 2, 2]), item((4, 5), image_grid_thw=[[1, 1, 2], [1, 1, 2]])]
-META = torch.ones(1, 3, device="meta")
-REFUSED: dict[str, Any] = {
-    "positions: got last ids [10, 10, 11], want a prompt that ends with text, with last id 13: SGLang resumes": (
-        lambda: mrope_positions(CUT)
-    ),
-    "positions: got no tokens, want a prompt that ends": lambda: mrope_positions(PLACED.slice(0, 0)),
-    "positions: got ndarray, want a PositionTable": lambda: mrope_positions(PLACED.dense()),  # type: ignore[arg-type]
-    "positions: got 2 documents, want 1": lambda: mrope_positions(
-        mmpos.place(SegmentTable.from_documents([PROMPT, PROMPT]))
-    ),
-    "positions: got 4 axes, want at most 3": lambda: mrope_positions(FOUR),
-    "positions: got padding, want none": lambda: mrope_positions(PLACED.pad(20)),
-    "mm_items[0]: got neither image_grid_thw nor video_grid_thw": lambda: item_segments(20, [item((0, 3))]),
-    "mm_items: got None, want a sequence of items": lambda: item_segments(20, None),  # type: ignore[arg-type]
-    "mm_items[0].offsets: got 0 pairs, want 1": lambda: item_segments(20, [item(image_grid_thw=[1, 2, 2])]),
-    "mm_items[0].second_per_grid_ts: got 2 values, want 1, one per grid": (
-        lambda: item_segments(20, [item((0, 3), video_grid_thw=[2, 1, 2], second_per_grid_ts=[1.0, 2.0])])
-    ),
-    "mm_items[1].offsets: got 1 pairs, want 2, one per grid": lambda: item_segments(20, TWICE),
-    "offsets: got 4 placeholders from 0 to 3, want 6 for 1x2x3 after merging": (
-        lambda: item_segments(20, [item((0, 3), image_grid_thw=[1, 2, 3])])
-    ),
-    "mm_items[0].grid_thw: got dtype float64": lambda: item_segments(20, [item((0, 3), image_grid_thw=[1, 2.0, 2])]),
-    "mm_items[0].grid_thw: got Tensor on meta, want": lambda: item_segments(20, [item((0, 3), image_grid_thw=META)]),
-    "mm_items[0]: got grid [1, 3, 4], want sides that are": (
-        lambda: item_segments(20, [item((0, 2), image_grid_thw=[1, 3, 4])], spatial_merge_size=2)
-    ),
+TIMES = {"video_grid_thw": [2, 1, 2], "second_per_grid_ts": [1.0, 2.0]}
+PROMPTS: dict[str, Any] = {
+    "positions: got last ids [10, 10, 11], want a prompt that ends with text, with last id 13: SGLang resumes":
+        mmpos.place(SegmentTable.from_documents([PROMPT[:2]])),
+    "positions: got no tokens, want a prompt that ends": PLACED.slice(0, 0),
+    "positions: got ndarray, want a PositionTable": PLACED.dense(),
+    "positions: got 2 documents, want 1": mmpos.place(SegmentTable.from_documents([PROMPT, PROMPT])),
+    "positions: got 4 axes, want at most 3": mmpos.place(SegmentTable.from_documents([PROMPT]), "xd-rope"),
+    "positions: got padding, want none": PLACED.pad(20),
+}  # fmt: skip
+ITEMS: dict[str, Any] = {
+    "mm_items[0]: got neither image_grid_thw nor video_grid_thw": [item((0, 3))],
+    "mm_items: got None, want a sequence of items": None,
+    "mm_items[0].offsets: got 0 pairs, want 1": [item(image_grid_thw=[1, 2, 2])],
+    "mm_items[0].second_per_grid_ts: got 2 values, want 1, one per grid": [item((0, 3), **TIMES)],
+    "mm_items[1].offsets: got 1 pairs, want 2, one per grid": TWICE,
+    "offsets: got 4 placeholders from 0 to 3, want 6 for 1x2x3 after": [item((0, 3), image_grid_thw=[1, 2, 3])],
+    "mm_items[0].grid_thw: got dtype float64": [item((0, 3), image_grid_thw=[1, 2.0, 2])],
+    "mm_items[0].grid_thw: got Tensor on meta": [item((0, 3), image_grid_thw=torch.ones(1, 3, device="meta"))],
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_invalid_prompts_and_items_are_refused(message: str) -> None:
-    assert_refused(message, REFUSED[message], mmpos.MmposError)
+def test_invalid_prompts_and_items_are_refused() -> None:
+    for message, positions in PROMPTS.items():
+        assert_refused(message, partial(mrope_positions, positions), mmpos.MmposError)
+    for message, items in ITEMS.items():
+        assert_refused(message, partial(item_segments, 20, items), mmpos.MmposError)
+    odd = partial(item_segments, 20, [item((0, 2), image_grid_thw=[1, 3, 4])], spatial_merge_size=2)
+    assert_refused("mm_items[0]: got grid [1, 3, 4], want sides that are", odd)
 
 
 @pytest.fixture

@@ -37,15 +37,16 @@ def ids(tokens: int, features: list[Any], scheme: Any = "rope-tie", **more: Any)
     return rows.tolist(), delta
 
 
-def test_text_and_prompt_embeddings_have_the_ids_of_text() -> None:
-    assert ids(4, []) == ([[0, 1, 2, 3]] * 3, 0)
-    assert ids(4, [feature("prompt_embeds", 1, 2)]) == ([[0, 1, 2, 3]] * 3, 0)
-
-
-def test_three_axes_are_the_three_rows() -> None:
-    rows, delta = ids(8, [image(1, 2, 3)], "mrope")
-    assert rows == [[0, *[1] * 6, 4], [0, 1, 1, 1, 2, 2, 2, 4], [0, 1, 2, 3, 1, 2, 3, 4]]
-    assert delta == -3
+def test_a_request_has_three_rows_of_ids_and_a_delta() -> None:
+    steps, columns = [0, 1, 1, 1, 2, 2, 2, 4], [0, 1, 2, 3, 1, 2, 3, 4]
+    for tokens, features, scheme, want in (
+        (4, [], "rope-tie", ([[0, 1, 2, 3]] * 3, 0)),
+        (4, [feature("prompt_embeds", 1, 2)], "rope-tie", ([[0, 1, 2, 3]] * 3, 0)),
+        (8, [image(1, 2, 3)], "mrope", ([[0, *[1] * 6, 4], steps, columns], -3)),
+        (6, [image(0, 2, 2)], "flatten", ([[0, 1, 2, 3, 4, 5]] * 3, 0)),
+    ):
+        assert ids(tokens, features, scheme) == want
+    assert ids(9, [image(1, 1, 2), image(3, 1, 2)], strict=False)[1] == 6  # adjacent images
 
 
 def ids_of(document: list[Text | Grid]) -> tuple[list[list[int]], int]:
@@ -74,12 +75,16 @@ def test_ids_of_a_request_do_not_depend_on_the_order_of_features() -> None:
         assert ids(len(want[0][0]), features) == want
 
 
-def test_frames_separated_by_timestamps_are_separate_grids() -> None:
+def test_a_mask_with_a_run_per_frame_separates_grids_and_one_run_is_a_whole_grid() -> None:
     frame = [0, 0, 1, 1, 0]  # timestamp, marker, two patches, marker
     video = feature("video", 2, 10, frame * 2, video_grid_thw=[2, 2, 4])
-    table = request_segments(13, [video], spatial_merge_size=2)
-    document: list[Text | Grid] = [Text(4), Grid(1, 2), Text(3), Grid(1, 2), Text(2)]
-    assert table.extents.tolist() == SegmentTable.from_documents([document]).extents.tolist()
+    whole = feature("video", 2, 14, [0, *[1] * 12, 0], video_grid_thw=[2, 4, 6])
+    for tokens, span, document in (
+        (13, video, [Text(4), Grid(1, 2), Text(3), Grid(1, 2), Text(2)]),
+        (17, whole, [Text(3), Grid(2, 3, frames=2), Text(2)]),
+    ):
+        table = request_segments(tokens, [span], spatial_merge_size=2)
+        assert table.extents.tolist() == SegmentTable.from_documents([document]).extents.tolist()
 
 
 def test_frame_ids_of_a_whole_video_depend_on_its_seconds() -> None:
@@ -100,24 +105,15 @@ def test_rows_of_a_span_may_end_with_a_separator() -> None:
     assert table.row_separator is not None
     assert table.row_separator.tolist() == [False, True] * 3 + [False]
     assert ids(12, [separated], row_separator=True) == ids_of([Text(2), grids[0], Text(2)])
-    plain = SegmentTable.from_documents([[Text(1), Grid(1, 3), Text(2)]])
-    alone = request_segments(6, [feature("image", 1, 4, [1, 1, 1, 0], image_grid_thw=[1, 2, 6])], spatial_merge_size=2)
-    assert alone.extents.tolist() == plain.extents.tolist()
-    for mask, more in (
-        (row * 2, {}),
-        ([1, 1, 1, 0, *row], {"row_separator": True, "grid": [1, 6, 6]}),
-        ([1, 1, 1, 0, 0, *row], {"row_separator": True}),
-        ([*row, 1, 1, 1], {"row_separator": True}),
+    for mask, grid, separator in (
+        (row * 2, [1, 4, 6], False),
+        ([*row, *row], [1, 6, 6], True),
+        ([*row, 0, *row], [1, 4, 6], True),
+        ([*row, 1, 1, 1], [1, 4, 6], True),
     ):
-        grid = more.pop("grid", [1, 4, 6])
-        with pytest.raises(InvalidInputError, match=r"is_embed: got runs of \[3, 3\] patches, want"):
-            ids(12, [feature("image", 2, len(mask), mask, image_grid_thw=grid)], **more)
-
-
-def test_a_mask_with_one_run_is_a_whole_grid() -> None:
-    marked = feature("image", 2, 8, [0, 1, 1, 1, 1, 1, 1, 0], image_grid_thw=[1, 4, 6])
-    want = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
-    assert request_segments(11, [marked], spatial_merge_size=2).extents.tolist() == want.extents.tolist()
+        span = feature("image", 2, len(mask), mask, image_grid_thw=grid)
+        got = "mm_features[0].mm_position.is_embed: got runs of [3, 3] patches, want"
+        assert_refused(got, partial(ids, 12, [span], row_separator=separator))
 
 
 NO_GRID = SimpleNamespace(modality="image", data=None, mm_position=image(0, 1, 1).mm_position)
@@ -187,14 +183,6 @@ def test_errors_raised_for_a_request_are_value_errors(seconds: float, scheme: ob
     with pytest.raises(ValueError, match="got") as refusal:  # engines catch ValueError and continue with other requests
         ids(5, [video], scheme)
     assert refusal.type is error
-
-
-def test_adjacent_images_are_placed_unless_strict() -> None:
-    assert ids(9, [image(1, 1, 2), image(3, 1, 2)], strict=False)[1] == 6
-
-
-def test_a_scheme_with_one_axis_has_three_equal_rows() -> None:
-    assert ids(6, [image(0, 2, 2)], "flatten") == ([[0, 1, 2, 3, 4, 5]] * 3, 0)
 
 
 @pytest.mark.parametrize(

@@ -204,37 +204,27 @@ def test_ids_are_never_repaired_and_an_empty_row_of_a_batch_is_a_document() -> N
     [
         ({"position_ids": [True]}, "position_ids: got bool of shape (1,), want integers or floats"),
         ({"position_ids": [[0.5, float("nan")]]}, "position_ids must be finite and within int32"),
-        (
-            {"position_ids": [[1, 1 / (2**31 - 1), 1.2345e-9]]},
-            "position_ids: got np.float64(1.2345e-09), want fractions with denominators below",
-        ),
+        ({"position_ids": [[1, 1 / (2**31 - 1), 1.2345e-9]]},
+         "position_ids: got np.float64(1.2345e-09), want fractions with denominators below"),
         ({"position_ids": np.zeros((17, 2), int)}, "position_ids: got 17 axes, want 1 to 16"),
         ({"position_ids": [[0, 1]], "attention_mask": [[1, 2]]}, "attention_mask must hold only 0 and 1"),
-        (
-            {"position_ids": np.zeros((3, 2, 4), int), "attention_mask": np.ones((4, 2))},
-            "attention_mask: got shape (4, 2), want (2, 4), the shape of position_ids",
-        ),
+        ({"position_ids": np.zeros((3, 2, 4), int), "attention_mask": np.ones((4, 2))},
+         "attention_mask: got shape (4, 2), want (2, 4), the shape of position_ids"),
         ({"position_ids": [[0, 1]], "cu_seqlens": [0, 3]}, "cu_seqlens: got [0, 3], want ascending"),
-        (
-            {"position_ids": [[[0, 1], [0, 1]]], "cu_seqlens": [0, 2, 4]},
-            "cu_seqlens requires packed position_ids, got a batch of 2",
-        ),
+        ({"position_ids": [[[0, 1], [0, 1]]], "cu_seqlens": [0, 2, 4]},
+         "cu_seqlens requires packed position_ids, got a batch of 2"),
         ({"position_ids": [[0.5]], "denominators": 2}, "denominators requires integer position_ids, got float64"),
         ({"position_ids": [[1]], "denominators": 0}, "denominators[0]: got 0, want >= 1"),
         ({"position_ids": [[1] * 9], "denominators": 2**31}, "denominators[0]: got 2147483648, want <= 2147483647"),
         ({"position_ids": [2**31]}, "position_ids: got 2147483648 in column 0, want ids within int32"),
         ({"position_ids": [-(2**31) - 1]}, "position_ids: got -2147483649 in column 0, want ids within int32"),
-        (
-            {"position_ids": np.array([[0, 0], [0, 2**64 - 1]], np.uint64), "attention_mask": [0, 1]},
-            "position_ids: got 9223372036854775807 in column 1, want ids within int32",
-        ),
+        ({"position_ids": np.array([[0, 0], [0, 2**64 - 1]], np.uint64), "attention_mask": [0, 1]},
+         "position_ids: got 9223372036854775807 in column 1, want ids within int32"),
         ({"position_ids": [2**33 + 1], "denominators": 4}, "position_ids: got 8589934593/4 in column 0, want ids"),
-        (
-            {"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]},
-            "cu_seqlens cannot be combined with a PositionTable",
-        ),
+        ({"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]},
+         "cu_seqlens cannot be combined with a PositionTable"),
     ],
-)
+)  # fmt: skip
 def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         fingerprint(**arguments)

@@ -14,11 +14,12 @@ import numpy.typing as npt
 import torch
 from mpmath import mp
 from oracle import Document, exact
+from store_oracle import DEVICE, flat
 from tolerance import ARITHMETIC
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Rotary, YaRN
+from mmpos.rotary import DevicePositions, Rotary, YaRN
 
 Ids = Sequence[Sequence[Fraction | int]]
 """One id per axis for each token."""
@@ -135,9 +136,7 @@ def lengths(x: Array, rotary: Rotary) -> Real:
 
 def thd(x: Tensor, layout: str | None) -> Array:
     """Reshape any layout to (tokens, heads, head_dim) float64."""
-    x = x.detach().double().cpu()
-    x = x.permute(0, 2, 1, 3) if layout == "bhsd" else x
-    return x.reshape(-1, *x.shape[-2:]).numpy()
+    return flat(x.detach().double().cpu(), layout).numpy()
 
 
 def ids_of(positions: PositionTable | Tensor) -> Ids:
@@ -164,11 +163,15 @@ def assert_rotated(
     before = thd(x, layout)
     truth = torch.from_numpy(rotated(before, ids, rotary, conjugate))
     room = torch.from_numpy(slack * lengths(before, rotary))
-    flat = torch.from_numpy(thd(got, layout))
+    assert_rounded(torch.from_numpy(thd(got, layout)), truth, room, x.dtype)
+
+
+def assert_rounded(got: Tensor, truth: Tensor, room: Tensor, dtype: torch.dtype, truncated: float = 0.0) -> None:
+    """Assert that float64 values are exact up to ``room``, one rounding to dtype, and a relative truncation."""
     # Rounding is monotone: a value within ``room`` of the exact value rounds to a number between these two.
-    low, high = ((truth + sign * room).to(x.dtype).double() for sign in (-1, 1))
-    wrong = ~((flat >= low) & (flat <= high))
-    assert not wrong.any(), f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {flat[wrong][0]}, want {truth[wrong][0]}"
+    low, high = ((truth + sign * room).to(dtype).double() + sign * truncated * truth.abs() for sign in (-1, 1))
+    wrong = ~((got >= low) & (got <= high))
+    assert not wrong.any(), f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {got[wrong][0]}, want {truth[wrong][0]}"
 
 
 # Positions: every view of a table, and tables with arbitrary ids.
@@ -219,6 +222,23 @@ def table_of(ids: Ids) -> PositionTable:
     return PositionTable(table, documents, tokens, True, "by hand")
 
 
+def dense(table: PositionTable) -> Tensor:
+    """Return the ids of a table on the device."""
+    return torch.from_numpy(table.dense()).to(DEVICE)
+
+
+FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
+    "table": lambda table: table,
+    "device": lambda table: DevicePositions.from_table(table, DEVICE),
+    "spare columns": lambda table: DevicePositions.from_table(table, DEVICE, table.num_segments + 33),
+    "ids": dense,
+    "int64": lambda table: dense(table).long(),
+    "float64": lambda table: dense(table).double(),
+    "a batch of one": lambda table: dense(table)[:, None],
+    "token first": lambda table: dense(table).T.contiguous().T,
+}
+"""The forms in which calls take positions; the first three take fractional ids exactly."""
+
 ROTARIES: Mapping[str, Rotary] = {
     "1 axis": Rotary(16, axes=1),
     "interleaved": Rotary(20),
@@ -261,3 +281,13 @@ def heads(
     """Draw random q or k; the heads are the second-to-last dimension."""
     shape = (tokens,) if isinstance(tokens, int) else tokens
     return torch.randn(*shape, num_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def device_heads(*args: Any, **options: Any) -> Tensor:
+    """Draw random q or k on the device."""
+    return heads(*args, **options).to(DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw random numbers of a shape that is also the seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rotary_oracle import normal
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations
 from torch import Tensor
 
@@ -20,10 +21,6 @@ from mmpos.rotary import Rotary, apply_rotary
 SEGMENTS = SegmentTable.from_documents(
     [[Text(3), Grid(2, 3, frames=2), Text(2), Grid(3, 2), Text(4)], [Text(5), Grid(4, 4), Text(1), Text(5)]]
 )
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def assert_close(got: Any, expected: Any, error: float = cos_sin()) -> None:

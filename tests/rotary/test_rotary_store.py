@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotary_oracle import DTYPES, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
-from rotary_oracle import heads as heads_on_host
+from rotary_oracle import DTYPES, FORMS, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
+from rotary_oracle import device_heads as heads
 from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, flat, write
 from tolerance import ARITHMETIC, INTERPRETED, assert_within, truncation, unit
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, paged, rerotate, rotate_and_store
+from mmpos.rotary import Cache, Norm, Rotary, YaRN, apply_rotary, paged, rerotate, rotate_and_store
 from mmpos.rotary.kernel import tiling
 
 STORES = pytest.mark.parametrize("way", ["auto", "triton"])
@@ -31,11 +31,6 @@ SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
 own_tiles = tiling.tiles
 
 pytestmark = pytest.mark.usefixtures("few_programs")
-
-
-def heads(*args: Any, **options: Any) -> Tensor:
-    """Return random q, k or v on the device."""
-    return heads_on_host(*args, **options).to(DEVICE)
 
 
 def slots_of(*slots: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -260,14 +255,6 @@ def test_fewer_slots_than_positions_move_the_first_tokens(way: str) -> None:
     assert_same_bits(moved(way, keys[:3], slots=SLOTS[:3]), moved(way, keys)[:3])
 
 
-FORMS: dict[str, Any] = {
-    "table": lambda table: table,
-    "device": lambda table: DevicePositions.from_table(table, DEVICE, 40),
-    "ids": lambda table: torch.from_numpy(table.dense()).to(DEVICE),
-    "float64": lambda table: torch.from_numpy(table.dense()).double().to(DEVICE),
-}
-
-
 @settings(max_examples=30)
 @given(
     st.lists(st.tuples(*[st.fractions(-(2**31), 2**31 - 2, max_denominator=720)] * 4), min_size=1, max_size=6),
@@ -289,7 +276,7 @@ def test_forms_factors_and_the_largest_distances_are_rerotated_exactly(way: str)
     unscaled = Rotary(12, axes=2, inv_freq=plain.inv_freq_array.tolist())
     assert_moved(moved(way, keys, rotary=plain), keys, TABLE, NEW, unscaled)
     old, new = packed("rope-tie", 9).slice(4, 17), packed("rope-tie", 40).slice(2, 15)
-    for one, other in (("table", "ids"), ("ids", "device"), ("float64", "table")):
+    for one, other in (("table", "ids"), ("ids", "spare columns"), ("float64", "table")):
         assert_moved(moved(way, keys, FORMS[one](old), FORMS[other](new)), keys, old, new, ROTARY)
     low, high, rotary = -(2**31), 2**31 - 1, Rotary(8)
     start = torch.tensor([[low, high, 0], [high, -1, low]], dtype=torch.int32, device=DEVICE)

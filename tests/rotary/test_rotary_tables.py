@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rotary_oracle import BY_HEAD, by_kv_head, ids_of, packed, phases
+from rotary_oracle import BY_HEAD, by_kv_head, ids_of, normal, packed, phases
 from tolerance import assert_within, cos_sin, rotations
 from torch import Tensor
 
@@ -21,10 +21,6 @@ EQUAL = place(SegmentTable.from_documents([[Text(2), Grid(2, 3)], [Text(8)]]))
 LONG = place(SegmentTable.from_documents([[Text(9_000_000), Grid(3, 2), Text(1)]]), "rope-tie-v2")
 HALVES = LONG.slice(8_999_998, 9_000_007)
 PAIRING = pytest.mark.parametrize("pairing", ["half", "adjacent"])
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def tables(rotary: Rotary, positions: Any, layout: Any = "pairs") -> tuple[Tensor, ...]:

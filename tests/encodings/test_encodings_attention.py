@@ -144,20 +144,29 @@ def test_each_axis_of_positions_rotates_its_own_channels() -> None:
     assert (result - rotated).abs().max() > 1e-3
 
 
-SCALED = Rotation(Rotary(12, axes=2, rotary_dim=8, scaling=YaRN(4, 32)))
-"""Two axes, unrotated channels, and an attention factor."""
+ROTARIES = {
+    "rope-1d": Rotary(12, axes=1),
+    "rope-1d-adjacent": Rotary(12, axes=1, pairing="adjacent"),
+    "rope-2d": Rotary(12, axes=2, allocation="axial", pairing="adjacent"),
+    "rope-nd": Rotary(12, axes=3, allocation="axial", pairing="adjacent"),
+    "p-rope": Rotary(12, axes=1, inv_freq=[10_000 ** (-pair / 6) * (pair < 3) for pair in range(6)]),
+    "hope": Rotary(12, allocation=[1, 2, 1, 2, -1, -1]),  # by rows and columns, and not by time
+    "mhrope": Rotary(12, allocation="heads", head_axes=[0, 0, 1, 2]),
+    "two axes, unrotated channels, a factor": Rotary(12, rotary_dim=8, scaling=YaRN(4, 32)),
+}
 
 
+@pytest.mark.parametrize("name", ROTARIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_custom_rotation_equals_apply_rotary(dtype: torch.dtype) -> None:
-    positions, q = (
-        np.array([[0, 5, 70], [1, 2, -3]]),
-        torch.from_numpy(np.random.default_rng(0).normal(size=(3, 1, 12))),
-    )
-    assert SCALED.rotary.attention_factor > 1.1
-    expected = apply_rotary(q.float(), None, torch.from_numpy(positions), SCALED.rotary)[0]
-    assert_within(SCALED.rotate(q[:, 0], positions), expected[:, 0], rotations(expected[:, 0], EXACT))
-    rotated, _ = block(SCALED, positions, dtype).encoding.rotate(q[None].to(dtype), q[None].to(dtype))
+def test_a_rotation_equals_apply_rotary(name: str, dtype: torch.dtype) -> None:
+    rotary, random = ROTARIES[name], np.random.default_rng(0)
+    encoding: Any = ENCODINGS[name]() if name in ENCODINGS else Rotation(rotary)
+    positions, q = random.integers(-99, 99, (rotary.axes, 3)), torch.from_numpy(random.normal(size=(3, 4, 12)))
+    q = q if rotary.own_heads else q[:, :1]
+    expected = apply_rotary(q.float(), None, torch.from_numpy(positions), rotary)[0]
+    alone = encoding.rotate(q.view(3, *encoding.shape), positions).reshape(q.shape)
+    assert_within(alone, expected, rotations(expected, EXACT))
+    rotated, _ = block(encoding, positions, dtype).encoding.rotate(q[None].to(dtype), q[None].to(dtype))
     assert_within(rotated[0].float(), expected, rotations(expected, EXACT + cos_sin(dtype=dtype)))
 
 

@@ -81,16 +81,9 @@ PLAIN, SMALL = ImageProcessor(), ImageProcessor(max_tokens=16)
 @pytest.mark.parametrize(
     ("processor", "size", "want"),
     [
-        (PLAIN, (768, 1024), (756, 1036)),
-        (PLAIN, (28, 112), (28, 112)),
-        (PLAIN, (1, 1), (56, 56)),
         (PLAIN, (42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves round to even
-        (PLAIN, (4000, 3000), (1148, 840)),
         (PLAIN, (14, 300), (28, 280)),  # half a token high, rounded to 0: scaled up to the minimum
-        (PLAIN, (10, 2000), (28, 812)),
-        (PLAIN, (1, 200), (28, 812)),
         (PLAIN, (19, 76), (56, 140)),  # floats are rounded; exact numbers give 28 x 112
-        (PLAIN, (39, 7477), (28, 7476)),
         # The short side of a thin image shrinks to one token to keep the budget.
         (SMALL, (10, 1900), (28, 16 * 28)),
         (SMALL, (1900, 10), (16 * 28, 28)),

@@ -19,7 +19,7 @@ from tolerance import ARITHMETIC
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import DevicePositions, Rotary, YaRN
+from mmpos.rotary import DevicePositions, Linspace, Rotary, YaRN
 
 Ids = Sequence[Sequence[Fraction | int]]
 """One id per axis for each token."""
@@ -91,11 +91,16 @@ def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
     return [[Fraction(p[a]) * tau / 2**168 for a, tau in zip(axes, taus, strict=True)] for p in ids]
 
 
-def by_kv_head(rotary: Rotary) -> list[Rotary]:
-    """Return one rotation per kv head, or the rotation itself if all heads rotate alike."""
+def phases_by_head(ids: Ids, rotary: Rotary) -> Real:
+    """Return (tokens, kv_heads, pairs) angles; one head if all rotate alike."""
     pairs = rotary.rotary_dim // 2
+    if rotary.kv_heads is not None:  # the heads share the layout of one long head
+        channels = 2 * pairs * rotary.kv_heads
+        rotary = replace(rotary, head_dim=channels, rotary_dim=channels, kv_heads=None)
+        return phases(ids, rotary).reshape(len(ids), -1, pairs)
     axes = rotary.head_axes
-    return [rotary] if axes is None else [replace(rotary, allocation=[a] * pairs, head_axes=None) for a in axes]
+    alone = [rotary] if axes is None else [replace(rotary, allocation=[a] * pairs, head_axes=None) for a in axes]
+    return np.stack([phases(ids, head) for head in alone], axis=1)
 
 
 def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
@@ -111,17 +116,10 @@ def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real
 
     Each kv head serves the same number of adjacent q heads.
     """
-    if rotary.head_axes is not None:
-        group, alone = x.shape[1] // len(rotary.head_axes), by_kv_head(rotary)
-        by_axis = {
-            axis: rotated(x, ids, single, conjugate) for axis, single in zip(rotary.head_axes, alone, strict=True)
-        }
-        parts = [by_axis[axis][:, h * group : (h + 1) * group] for h, axis in enumerate(rotary.head_axes)]
-        return np.concatenate(parts, axis=1)
     first, second = channels(rotary)
-    out = x.astype(np.float64)
-    phase = -phases(ids, rotary) if conjugate else phases(ids, rotary)
-    z = (out[..., first] + 1j * out[..., second]) * np.exp(1j * phase)[:, None] * rotary.attention_factor
+    out, phase = x.astype(np.float64), phases_by_head(ids, rotary) * (-1 if conjugate else 1)
+    phase = phase.repeat(x.shape[1] // phase.shape[1], axis=1)
+    z = (out[..., first] + 1j * out[..., second]) * np.exp(1j * phase) * rotary.attention_factor
     out[..., first], out[..., second] = z.real, z.imag
     return out
 
@@ -271,8 +269,12 @@ BY_HEAD: Mapping[str, Rotary] = {
     "two heads per axis": Rotary(8, axes=3, allocation="heads", head_axes=[0, 0, 2, 2]),
     "an unrotated head": Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2]),
     "scaled": Rotary(16, allocation="heads", head_axes=[2, 1, 0], scaling=YaRN(4.0, 2048)),
+    "own frequencies": Rotary(
+        16, allocation=[-1] * 2 + [0, 1, 2] * 10, axes_dim=[20] * 3, scaling=Linspace(np.pi / 2), kv_heads=4
+    ),
+    "some own frequencies": Rotary(4, axes=1, kv_heads=6, inv_freq=[1.0, 0.5] * 2 + [1.0, 0.25] * 2 + [0.5, 0.25] * 2),
 }
-"""Rotations with one axis for each kv head."""
+"""Rotations whose kv heads have their own axes or frequencies."""
 
 
 def heads(

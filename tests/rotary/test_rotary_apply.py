@@ -239,8 +239,9 @@ def test_unrotated_heads_and_pairs_and_their_gradients_stay_unchanged(way: Any) 
 @pytest.mark.parametrize("axes", [1, 2, 3, 4])
 def test_hf_precision_rotates_by_float32_angles(axes: int, way: Any, tile: Any) -> None:
     tile(32, 1)
-    rotary, table = Rotary(24, axes=axes, precision="hf", pairing=PAIRINGS[axes % 2]), packed(BY_AXES[axes])  # type: ignore[arg-type]
-    q, k = device_heads(32, 2, 24), device_heads(32, 1, 24, seed=1)
+    pairing: Any = PAIRINGS[axes % 2]
+    rotary = Rotary(24, axes=axes, precision="hf", pairing=pairing, kv_heads=2 if axes > 2 else None)
+    q, k, table = device_heads(32, 4, 24), device_heads(32, 2, 24, seed=1), packed(BY_AXES[axes])
     assert table.dense().max() < 20
     slack = ARITHMETIC + cos_sin(20.0, FREQUENCY + 1)
     want = everything("reference", q, k, table, rotary)

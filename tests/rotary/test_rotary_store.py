@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotary_oracle import DTYPES, FORMS, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
+from rotary_oracle import BY_HEAD, DTYPES, FORMS, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
 from rotary_oracle import device_heads as heads
 from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, flat, write
 from tolerance import ARITHMETIC, INTERPRETED, assert_within, truncation, unit
@@ -255,18 +255,22 @@ def test_fewer_slots_than_positions_move_the_first_tokens(way: str) -> None:
     assert_same_bits(moved(way, keys[:3], slots=SLOTS[:3]), moved(way, keys)[:3])
 
 
+SCALED = BY_HEAD["scaled"]  # its factor is not applied again
+FAST = BY_HEAD["own frequencies"]  # its frequencies multiply the error of a fraction
+
+
 @settings(max_examples=30)
 @given(
     st.lists(st.tuples(*[st.fractions(-(2**31), 2**31 - 2, max_denominator=720)] * 4), min_size=1, max_size=6),
-    st.sampled_from(sorted(ROTARIES)),
+    st.sampled_from([one for one in (*ROTARIES.values(), *BY_HEAD.values()) if one not in (SCALED, FAST)]),
 )
-def test_any_ids_are_rerotated_by_their_difference(ids: list[tuple[Fraction, ...]], name: str) -> None:
-    rotary = ROTARIES[name]
+@pytest.mark.parametrize("way", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
+def test_any_ids_are_rerotated_by_their_difference(way: str, ids: list[tuple[Fraction, ...]], rotary: Rotary) -> None:
     old, new = (
         table_of([[position[at + axis % 2] for axis in range(rotary.axes)] for position in ids]) for at in (0, 2)
     )
-    keys, slots = heads(len(ids), 1, rotary.head_dim), list(range(len(ids)))[::-1]
-    assert_moved(moved("reference", keys, old, new, rotary, slots=slots), keys, old, new, rotary, slots)
+    keys, slots = heads(len(ids), rotary.own_heads or 1, rotary.head_dim), list(range(len(ids)))[::-1]
+    assert_moved(moved(way, keys, old, new, rotary, slots=slots), keys, old, new, rotary, slots)
 
 
 @MOVES

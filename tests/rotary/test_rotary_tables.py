@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rotary_oracle import BY_HEAD, by_kv_head, ids_of, normal, packed, phases
+from rotary_oracle import BY_HEAD, ids_of, normal, packed, phases_by_head
 from tolerance import assert_within, cos_sin, rotations
 from torch import Tensor
 
@@ -133,10 +133,10 @@ def test_the_attention_factor_is_applied_to_cos_and_sin_but_not_to_angles() -> N
     assert torch.equal(angles(scaled, PACKED), angles(plain, PACKED))
 
 
-@pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled"])
+@pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled", "own frequencies"])
 def test_tables_of_cos_and_sin_have_a_kv_head_dimension(name: str) -> None:
     rotary, video = BY_HEAD[name], packed("videorope", 70_000).slice(5, 14)
-    want = np.stack([phases(ids_of(video), one) for one in by_kv_head(rotary)], 1)  # (tokens, kv_heads, pairs)
+    want = phases_by_head(ids_of(video), rotary)
     pairs, factor = tables(rotary, video), rotary.attention_factor
     assert_within(pairs, tuple(factor * torch.from_numpy(f(want)).float() for f in (np.cos, np.sin)), cos_sin())
     for table, narrow in zip(tables(rotary, video, "transformers"), pairs, strict=True):

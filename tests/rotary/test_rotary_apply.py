@@ -115,15 +115,6 @@ def test_every_allocation_agrees(name: str, way: str, tile: Any) -> None:
         assert_true(assert_agrees(way, q, k, table, rotary), q, k, table, rotary)
 
 
-@EVERY
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_agrees(dtype: torch.dtype, way: str, tile: Any) -> None:
-    tile(32, 1)
-    rotary, table = Rotary(20, rotary_dim=12, pairing="adjacent", scaling=YaRN(4.0, 32768)), packed("rope-tie-v2", 7)
-    q, k = device_heads(32, 3, 20, dtype), device_heads(32, 1, 20, dtype, seed=1)
-    assert_true(assert_agrees(way, q, k, table, rotary, conjugate=True), q, k, table, rotary, False)
-
-
 @pytest.mark.parametrize(
     ("scheme", "view", "way"),
     [(scheme, view, way) for scheme in SCHEMES for view in VIEWS for way in ("reference", "auto")]

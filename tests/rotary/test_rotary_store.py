@@ -16,7 +16,6 @@ from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, f
 from tolerance import ARITHMETIC, INTERPRETED, assert_within, truncation, unit
 from torch import Tensor
 
-from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Cache, Norm, Rotary, YaRN, apply_rotary, paged, rerotate, rotate_and_store
 from mmpos.rotary.kernel import tiling
 
@@ -141,37 +140,6 @@ def test_calls_without_tokens_blocks_or_valid_slots_are_accepted(way: str, monke
         assert_stored(way, qkv(), cache(4, 16, 2, 12, torch.float32), nowhere, return_k=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [(name, "auto") for name in CACHES] + [pytest.param(name, "triton", marks=pytest.mark.slow) for name in CACHES],
-)
-def test_chunked_prefill_and_decoding_fill_the_cache_like_the_whole_sequence(name: str, way: Any) -> None:
-    documents: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(3)], [Grid(2, 5), Text(4)]]
-    longer: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(6)], [Grid(2, 5), Text(7)]]
-    prompts, whole = (place(SegmentTable.from_documents(x), "rope-tie") for x in (documents, longer))
-    cache = CACHES[name](12, 4, 2, 12, torch.bfloat16)
-    q, k, v = qkv(whole.num_tokens, torch.bfloat16)
-    # Blocks are assigned alternately, starting with the last block, so no request has consecutive blocks.
-    rows = [[4 * (last - 2 * (i // 4)) + i % 4 for i in range(count)] for last, count in ((11, 23), (10, 17))]
-    slots, q_got = slots_of(*rows[0], *rows[1]), torch.empty_like(q)
-
-    def step(positions: PositionTable | Tensor, tokens: Tensor) -> None:
-        step_cache = cache.with_slots(slots[tokens])
-        q_got[tokens], _ = rotate_and_store(
-            q[tokens], k[tokens], v[tokens], positions, ROTARY, step_cache, implementation=way
-        )
-
-    first, second = torch.arange(40).split([23, 17])
-    step(prompts.slice(0, 9), first[:9])  # within the image
-    step(prompts.slice(9, 20), first[9:20])
-    step(prompts.slice(20, 34), second[:14])
-    for i in range(3):
-        step(torch.from_numpy(prompts.decode(1).dense()).to(DEVICE) + i, torch.stack([first[20 + i], second[14 + i]]))
-    q_want, k_want = apply_rotary(q, k, whole, ROTARY, implementation=way)
-    for got, want in ((q_got, q_want), (taken(cache, slots.tolist()), k_want), (taken(cache, slots.tolist(), True), v)):
-        assert_same_bits(got, want)
-
-
 @pytest.mark.slow
 @STORES
 def test_caches_with_more_than_2_to_the_31_elements_are_written(way: Any) -> None:
@@ -195,9 +163,9 @@ def put(cache: Held, keys: Tensor, slots: list[int]) -> None:
             cache.at(cache.key, slot).copy_(key)
 
 
-def taken(cache: Held, slots: list[int], values: bool = False) -> Tensor:
-    """Return the (tokens, heads, head_dim) keys or values in all slots >= 0."""
-    return torch.stack([cache.at(cache.value if values else cache.key, slot) for slot in slots if slot >= 0])
+def taken(cache: Held, slots: list[int]) -> Tensor:
+    """Return the (tokens, heads, head_dim) keys in all slots >= 0."""
+    return torch.stack([cache.at(cache.key, slot) for slot in slots if slot >= 0])
 
 
 def moved(

@@ -125,14 +125,6 @@ def test_functions_in_transformers_accept_our_cos_and_sin(model: str) -> None:
     assert_within(got.transpose(1, 2), want, rotations(want))
 
 
-def test_the_attention_factor_is_applied_to_cos_and_sin_but_not_to_angles() -> None:
-    plain, scaled = Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.0)), Rotary(16, scaling=YaRN(4.0, 64))
-    assert scaled.attention_factor > 1.1
-    for one, other in zip(tables(plain, PACKED), tables(scaled, PACKED), strict=True):
-        assert torch.equal(other, one * scaled.attention_factor)
-    assert torch.equal(angles(scaled, PACKED), angles(plain, PACKED))
-
-
 @pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled", "own frequencies"])
 def test_tables_of_cos_and_sin_have_a_kv_head_dimension(name: str) -> None:
     rotary, video = BY_HEAD[name], packed("videorope", 70_000).slice(5, 14)

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmpos import Grid, InvalidInputError, PositionTable, Scheme, SegmentTable, Text, fingerprint, place, same_positions
-from mmpos.positions.table import LAYOUTS, Side
+from mmpos.positions.table import Side
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieV2
 
 PARTS = st.one_of(
@@ -86,21 +86,6 @@ def test_equal_ids_have_one_fingerprint_however_they_are_stored(
     reordered = positions.window(order, [0] * len(order), positions.lengths[order])
     assert fingerprint(reordered) == [want[d] for d in order]
     assert fingerprint(reordered.dense(), cu_seqlens=reordered.cu_seqlens) == [want[d] for d in order]
-
-
-@settings(max_examples=60)
-@given(DOCUMENTS, SCHEMES, st.integers(1, 3), st.sampled_from(LAYOUTS))
-def test_a_shard_has_the_fingerprint_of_the_ids_that_its_rank_holds(
-    documents: list[list[Any]], scheme: str | Scheme, ranks: int, layout: Any
-) -> None:
-    positions = placed(documents, scheme)
-    multiple = 2 * ranks
-    positions = positions.pad(-(-positions.lengths // multiple) * multiple)
-    mask = positions.per_token(~positions.is_padding)
-    for rank in range(ranks):
-        shard, tokens = positions.shard(rank, ranks, layout), positions.shard_indices(rank, ranks, layout)
-        ids = positions.dense()[:, tokens]
-        assert fingerprint(shard) == fingerprint(ids, attention_mask=mask[tokens], cu_seqlens=shard.cu_seqlens)
 
 
 @settings(max_examples=60)

@@ -204,5 +204,5 @@ def default_axes(
         return len(per_axis)
     vector = allocation if head_axes is None else head_axes
     if isinstance(vector, str):
-        return 3 if vector == "mrope-interleaved" else 2
+        return 2
     return max(vector, default=0) + 1

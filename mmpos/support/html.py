@@ -18,7 +18,7 @@ th, td { padding: 0.15rem 0.7rem; text-align: right; border-bottom: 1px solid #8
 th:first-child, td:first-child { text-align: left; }
 """
 
-_WIDTH, _LEFT, _ROW, _NUMBERS = 800, 130, 16, 14  # in pixels; segment numbers are below the bar of a document
+_WIDTH, _LEFT, _ROW = 800, 130, 30  # in pixels; a row has the bar of a document and, below it, segment numbers
 _DIGIT = 7  # maximum width of a digit, in pixels
 _COLOURS = ("#0072B2", "#D55E00", "#9aa4af")  # distinguishable for colour-blind readers
 
@@ -43,9 +43,9 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 def token_map(
     states: npt.ArrayLike,
     offsets: npt.ArrayLike,
+    segment_starts: npt.ArrayLike,
     names: Sequence[str],
     most: int = 40,
-    segment_starts: npt.ArrayLike | None = None,
 ) -> str:
     """Draw a bar for each document, coloured by the states of its tokens, with a legend below.
 
@@ -54,29 +54,27 @@ def token_map(
     Args:
         states: (tokens,) state of each token, as an index into names.
         offsets: (documents + 1,) first token of each document, then the number of tokens.
+        segment_starts: (segments,) first token of each segment; the number of the segment is written below the bar if
+            there is room. The segment that contains the first token of a document with a state other than 0 is always
+            numbered.
         names: names of up to three states.
         most: maximum number of bars; documents in which every token has state 0 are left out first.
-        segment_starts: (segments,) first token of each segment; the number of the segment is written below the bar if
-            there is room. None writes no numbers. The segment that contains the first token of a document with a state
-            other than 0 is always numbered.
     """
-    state, edges = np.asarray(states, np.int64), np.asarray(offsets, np.int64)
+    state, edges, starts = (np.asarray(x, np.int64) for x in (states, offsets, segment_starts))
     documents = [d for d in range(edges.size - 1) if edges[d + 1] > edges[d]]
     if len(documents) > most:
         eventful = [d for d in documents if state[edges[d] : edges[d + 1]].any()]
         documents = (eventful or documents)[:most]
     longest = max((int(edges[d + 1] - edges[d]) for d in documents), default=1)
     scale, parts = (_WIDTH - _LEFT) / longest, list[str]()
-    height = _ROW if segment_starts is None else _ROW + _NUMBERS
     for row, d in enumerate(documents):
-        y = row * height
+        y = row * _ROW
         inside = state[edges[d] : edges[d + 1]]
         parts.append(_text(0, y + 12, f"documents[{d}]"))
         parts += _runs(inside, scale, y, names)
-        if segment_starts is not None:
-            parts.append(_text(0, y + 25, "segments", size=11))
-            parts += _numbers(np.asarray(segment_starts, np.int64) - edges[d], inside, scale, y)
-    y = len(documents) * height + _ROW
+        parts.append(_text(0, y + 25, "segments", size=11))
+        parts += _numbers(starts - edges[d], inside, scale, y)
+    y = len(documents) * _ROW + 16
     for k, name in enumerate(names):
         parts.append(f'<rect x="{_LEFT + 150 * k}" y="{y - 10}" width="12" height="12" fill="{_COLOURS[k]}"/>')
         parts.append(_text(_LEFT + 150 * k + 18, y, name))

@@ -193,12 +193,8 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     # With start -5, the grid has row -3.5 and columns -4 and -3.
     ([[-5, -4, -4, -2], [-5, -4, -3, -2]], "1,1x2,1", {**TIE_V2, "start": -5}, FLOOR),
     ([[-5, -3, -3, -2], [-5, -4, -3, -2]], "1,1x2,1", {**TIE_V2, "start": -5}, CUT),
-    (
-        [[-10, -7, -7, -4], [-10, -8, -6, -4]],
-        "1,1x2,1",
-        {**TIE_V2, "start": -5},
-        "ids are doubled, as if to avoid halves",
-    ),
+    ([[-10, -7, -7, -4], [-10, -8, -6, -4]], "1,1x2,1", {**TIE_V2, "start": -5},
+     "ids are doubled, as if to avoid halves"),
     (  # rows 13/3, 20/3; columns 15/4, 11/2, 29/4
         [[0, 1, 2, 5, 5, 5, 7, 7, 7, 9], [0, 1, 2, 4, 6, 8, 4, 6, 8, 9]],
         "3,2x3,1",
@@ -214,45 +210,24 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         "numerators wrap around in int32",
     ),
     (ids_of(TIE)[[1, 0]], TIE, {}, SWAPPED.format("col, row", "row, col")),
-    (
-        [[0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3], [0, 1, 1, 1, 1, 3]],
-        "1,2x2,1",
-        MROPE,
-        SWAPPED.format("row, col, frame", "frame, row, col"),
-    ),
+    ([[0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3], [0, 1, 1, 1, 1, 3]], "1,2x2,1", MROPE,
+     SWAPPED.format("row, col, frame", "frame, row, col")),
     (ids_of(TIE)[[1, 1]], TIE, {}, "axis 1 (col) is used in place of axis 0"),
-    (
-        ids_of("2,2x3,4", **MROPE)[[0, 0, 0]],
-        "2,2x3,4",
-        MROPE,
-        "axis 0 (frame) is used in place of every other axis",
-    ),
+    (ids_of("2,2x3,4", **MROPE)[[0, 0, 0]], "2,2x3,4", MROPE, "axis 0 (frame) is used in place of every other axis"),
     ([[0, 1, 2, 5, 5, 8, 8, 11, 11, 14], [0, 1, 2, *[6, 10] * 3, 14]], "3,2x3,1", {}, EXCHANGED),
     ([[0, 1, 2, *[6, 10] * 3, 14], [0, 1, 2, 5, 5, 8, 8, 11, 11, 14]], "3,2x3,1", {}, COLUMNS),
     (ids_of(TIE, "2") + 1, (TIE, "2"), {}, "documents start at 1, not at 0"),
     (range(5, 16), TIE, FLATTEN, "documents start at 5, not at 0"),  # flatten counts tokens, so only the start differs
     (ids_of(TIE, scheme="naive-2d"), TIE, {}, "these are the ids of naive-2d"),
     ([[0] * 4 + [1] * 4, [0, 1, 2, 3] * 2], "2x4", {"scheme": Grid2D("merged", 2)}, "these are the ids of grid-2d"),
-    (
-        [[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, 4, 5, 6, 4, 5, 6, 9, 10]],
-        TIE,
-        {},
-        "these are the ids of rope-tie-v2(rounding=floor)",
-    ),
-    (
-        [[0, 2, 2, 3, 3, 5], [0, 2.5, 2.5, 2.5, 2.5, 5], [0, 2, 3, 2, 3, 5]],
-        "1,2x1x2,1",
-        MROPE,
-        "these are the ids of rope-tie-v2(axes=3)",
-    ),
+    ([[0, 1, 2, 5, 5, 5, 6, 6, 6, 9, 10], [0, 1, 2, 4, 5, 6, 4, 5, 6, 9, 10]], TIE, {},
+     "these are the ids of rope-tie-v2(rounding=floor)"),
+    ([[0, 2, 2, 3, 3, 5], [0, 2.5, 2.5, 2.5, 2.5, 5], [0, 2, 3, 2, 3, 5]], "1,2x1x2,1", MROPE,
+     "these are the ids of rope-tie-v2(axes=3)"),
     (frames([3, 4, 5], [4, 5]), "3,3x1x1,2", MROPE, "these are the ids of mrope-transformers"),
     (frames([3, 4, 5], [6, 7]), "3,3x1x1,2", {"scheme": MRopeTransformers()}, "these are the ids of mrope"),
-    (
-        frames([3, 28, 53], [54]),
-        "3,3x1x1@1,1",
-        {"scheme": "mrope-qwen2.5"},
-        "these are the ids of mrope-qwen2.5(tokens_per_second=25)",
-    ),
+    (frames([3, 28, 53], [54]), "3,3x1x1@1,1", {"scheme": "mrope-qwen2.5"},
+     "these are the ids of mrope-qwen2.5(tokens_per_second=25)"),
     (  # other parameters of the same scheme are tried before other schemes
         frames([3, 4, 5], [4]),
         "3,3x1x1@1,1",
@@ -261,12 +236,8 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     ),
     *[([[[outside] * 3 + [0, 1, 2], [*range(6)]]] * 2, ("3", "6"), {}, OTHER_SIDE) for outside in (0, 1)],
     ([[[0, 1, 2, 0, 0, 0], [*range(6)]]] * 2, ("3", "6"), {"side": "left"}, OTHER_SIDE),
-    (
-        [[[0, 0, 0, 3, 5, 7], [*range(6)]]] * 2,
-        ("1,1x1,1", "6"),
-        {"side": "left"},
-        "left padding is counted: ids begin at the padding, not at the first real token",
-    ),
+    ([[[0, 0, 0, 3, 5, 7], [*range(6)]]] * 2, ("1,1x1,1", "6"), {"side": "left"},
+     "left padding is counted: ids begin at the padding, not at the first real token"),
     ([[0, 2, 4, 6]] * 2, ("1,1x1", "1,1x1"), {}, GOES_ON.format("at the next position")),
     ([[0, 2, 3, 5]] * 2, ("1,1x1", "1,1x1"), {}, GOES_ON.format("at the maximum plus one")),
     ([[0, 0, 2, 2], [0, 1, 2, 3]], ("2", "2"), {"scheme": "rows"}, GOES_ON.format("at the number of tokens")),
@@ -274,19 +245,11 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
     ([[*row[:9], 0, 2, 4] for row in ids_of("3,2x3,3").tolist()], "3,2x3,1,1x1,1", {}, RESET),
     (ids_of("3,3x3,6", **MROPE)[:, np.arange(18) % 7], "3,3x3,6", MROPE, BEGINNING),
     # Models that generate: ids are frames, rows and columns of each image, from 0; references have other frames.
-    (
-        [[0] * 8, [0] * 8, [0, 0, 1, 2] * 2],
-        ("1,1x3", "1,3x1"),
-        FLUX,
-        "all documents have the ids of the first one, which has other sizes",
-    ),
+    ([[0] * 8, [0] * 8, [0, 0, 1, 2] * 2], ("1,1x3", "1,3x1"), FLUX,
+     "all documents have the ids of the first one, which has other sizes"),
     ([[0, 0, 2, 2], [0] * 4, [0, 0, 0, 1]], "1,1x1,1x2", FLUX, "references are shifted by (1, 0, 0)"),
-    (
-        [[0, 0, 2, 4, 4], [0] * 5, [0, 0, 0, 0, 1]],
-        "1,1x1,1x1,1x2",
-        FLUX,
-        "references are shifted by their number times (1, 0, 0)",
-    ),
+    ([[0, 0, 2, 4, 4], [0] * 5, [0, 0, 0, 0, 1]], "1,1x1,1x1,1x2", FLUX,
+     "references are shifted by their number times (1, 0, 0)"),
     *[
         (
             [[0, 1, *[frame] * 3], [0] * 5, [0, 0, 0, 1, 2]],
@@ -312,18 +275,10 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
         for side in (2, 3, 4)
     ],
     ([[0, 4, 16]] * 2, "1,1x1,1", {}, UNMERGED.format("strides and ids after a grid", 3, 3)),
-    (
-        [[*row[:11], 11, 12] for row in ids_of("3,2x3,4").tolist()],
-        "3,2x3,4",
-        {},
-        "from the first difference on, ids are the token's index: the delta 5 is forgotten",
-    ),
-    (
-        [[*axis, 0, 1, 2, 4, 6, 7, 11, 12] for axis in ids_of("3,2x3,1").tolist()],
-        ("3,2x3,1", "3,1x1,4"),
-        {},
-        "the delta 5 of documents[0] is used for documents[1], from the first difference on",
-    ),
+    ([[*row[:11], 11, 12] for row in ids_of("3,2x3,4").tolist()], "3,2x3,4", {},
+     "from the first difference on, ids are the token's index: the delta 5 is forgotten"),
+    ([[*axis, 0, 1, 2, 4, 6, 7, 11, 12] for axis in ids_of("3,2x3,1").tolist()], ("3,2x3,1", "3,1x1,4"), {},
+     "the delta 5 of documents[0] is used for documents[1], from the first difference on"),
     ([2, 0, 1, 0, 1], ("2", "3"), FLATTEN, NEIGHBOUR.format("before")),
     *[
         (
@@ -337,7 +292,7 @@ CAUSES: list[tuple[Any, str | tuple[str, ...], dict[str, Any], str]] = [
             *(([first], [], "before") for first in (0, 5)),
         )
     ],
-]
+]  # fmt: skip
 
 
 def test_a_mistake_is_found_even_if_documents_have_different_starts() -> None:
@@ -389,25 +344,15 @@ VIDEO = [mmpos.Text(1), mmpos.Grid(1, 3, frames=3, seconds_per_frame=Fraction(1,
     ("document", "scheme", "ids", "cause"),
     [
         # The canvas has two rows and two columns instead of one row and four columns.
-        (
-            SLICED,
-            "mrope-canvas",
-            [[0, *[1] * 12, 4], [0, 0, 1, 2, 3, 1, 1, 2, 2, 1, 1, 2, 2, 4], [0, 0, 1, 1, 3, 1, 1, 1, 1, 2, 2, 2, 2, 4]],
-            EXCHANGED,
-        ),
+        (SLICED, "mrope-canvas",
+         [[0, *[1] * 12, 4], [0, 0, 1, 2, 3, 1, 1, 2, 2, 1, 1, 2, 2, 4], [0, 0, 1, 1, 3, 1, 1, 1, 1, 2, 2, 2, 2, 4]],
+         EXCHANGED),
         # Frames are half an id apart, and text follows after 6 ids instead of 3.
-        (
-            VIDEO,
-            "tmrope-qwen3",
-            [
-                [0, 1, 1, 1, 1.5, 1.5, 1.5, 2, 2, 2, 7, 8],
-                [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 7, 8],
-                [0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 7, 8],
-            ],
-            UNMERGED.format("ids after a grid", 2, 2),
-        ),
+        (VIDEO, "tmrope-qwen3",
+         [[0, *[1] * 3, *[1.5] * 3, *[2] * 3, 7, 8], [0, *[1] * 9, 7, 8], [0, *[1, 2, 3] * 3, 7, 8]],
+         UNMERGED.format("ids after a grid", 2, 2)),
     ],
-)
+)  # fmt: skip
 def test_mistakes_in_tiled_images_and_videos_with_audio_are_recognized(
     document: list[Any], scheme: str, ids: list[list[float]], cause: str
 ) -> None:
@@ -466,18 +411,11 @@ BOTH = "the ids of 2 images (segments 1, 3) are {}; all other tokens are right"
         (["3,2x3,4,4x4,5"], [0, -2, 0, 0, 0], ONE.format(1, "2 too small")),
         (["3,2x3,4,4x4,5"], [0, 1, 0, 2, 0], BOTH.format("shifted by 1 to 2")),
         (["2,2x3", "1,4x4,5"], [0, 1, 0, 1, 0], BOTH.format("1 too large")),
-        (
-            ["1,2x2,2x2,2x2,2x2,1"],
-            [0, 1, 1, 1, 1, 0],
-            "the ids of 4 images (segments 1, 2, 3 and 1 more) are 1 too large; all other tokens are right",
-        ),
-        (
-            ["3,2x2x3,4"],
-            [0, 1, 0],
-            "the ids of one grid (segment 1) are 1 too large; all other tokens are right",
-        ),
+        (["1,2x2,2x2,2x2,2x2,1"], [0, 1, 1, 1, 1, 0],
+         "the ids of 4 images (segments 1, 2, 3 and 1 more) are 1 too large; all other tokens are right"),
+        (["3,2x2x3,4"], [0, 1, 0], "the ids of one grid (segment 1) are 1 too large; all other tokens are right"),
     ],
-)
+)  # fmt: skip
 def test_shifted_images_between_right_tokens_are_recognized(specs: list[str], shifts: list[int], cause: str) -> None:
     segments = table(*specs)
     ids = mmpos.place(segments, "mrope").dense() + np.repeat(shifts, segments.lengths)
@@ -636,25 +574,19 @@ DEFAULT = "; these shapes are for scheme rope-tie, the default; choose another w
             "row before the axes, first: ids.swapaxes(0, 1)",
         ),
         (np.zeros((3, 1, 10)), {}, SHAPE.format((3, 1, 10)) + DEFAULT),
-        (
-            np.zeros((2, 29)),
-            {},
-            SHAPE.format((2, 29)) + "; the ids have one token per patch before 2x2 merging, want one per merged patch",
-        ),
+        (np.zeros((2, 29)), {},
+         SHAPE.format((2, 29)) + "; the ids have one token per patch before 2x2 merging, want one per merged patch"),
         (np.zeros(()), {}, SHAPE.format(())),
         (np.zeros((2, 11)), {"side": "top"}, "side: got 'top', want one of 'left', 'right'"),
         (np.zeros((2, 11)), {"tolerance": -1}, "tolerance: got -1, want a finite number >= 0"),
         (np.zeros((2, 11)), {"scheme": "tie"}, None),
         (np.zeros((2, 11)), {"start": 0.5}, "start: got 0.5, want an integer"),
-        (
-            np.zeros((2, 11)),
-            {"attention_mask": [[1] * 11]},
-            "attention_mask requires padded ids, got packed ids of shape (2, 11)",
-        ),
+        (np.zeros((2, 11)), {"attention_mask": [[1] * 11]},
+         "attention_mask requires padded ids, got packed ids of shape (2, 11)"),
         (np.zeros((2, 1, 12)), {"attention_mask": [[1] * 11]}, "attention_mask: got shape (1, 11), want (1, 12)"),
         (np.zeros((2, 1, 12)), {"attention_mask": [[1] * 12]}, "attention_mask[0]: got 12 tokens, want 11"),
     ],
-)
+)  # fmt: skip
 def test_invalid_arguments_are_refused(ids: Ids, options: dict[str, Any], message: str | None) -> None:
     with pytest.raises(InvalidInputError) as error:
         diagnose(ids, "3,2x3,2", **options)

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmpos import Grid, InvalidInputError, PositionTable, Scheme, SegmentTable, Text, fingerprint, place, same_positions
-from mmpos.positions.table import LAYOUTS, Side
+from mmpos.positions.table import Side
 from mmpos.schemes import RopeTie, RopeTieFractional, RopeTieV2
 
 PARTS = st.one_of(
@@ -86,21 +86,6 @@ def test_equal_ids_have_one_fingerprint_however_they_are_stored(
     reordered = positions.window(order, [0] * len(order), positions.lengths[order])
     assert fingerprint(reordered) == [want[d] for d in order]
     assert fingerprint(reordered.dense(), cu_seqlens=reordered.cu_seqlens) == [want[d] for d in order]
-
-
-@settings(max_examples=60)
-@given(DOCUMENTS, SCHEMES, st.integers(1, 3), st.sampled_from(LAYOUTS))
-def test_a_shard_has_the_fingerprint_of_the_ids_that_its_rank_holds(
-    documents: list[list[Any]], scheme: str | Scheme, ranks: int, layout: Any
-) -> None:
-    positions = placed(documents, scheme)
-    multiple = 2 * ranks
-    positions = positions.pad(-(-positions.lengths // multiple) * multiple)
-    mask = positions.per_token(~positions.is_padding)
-    for rank in range(ranks):
-        shard, tokens = positions.shard(rank, ranks, layout), positions.shard_indices(rank, ranks, layout)
-        ids = positions.dense()[:, tokens]
-        assert fingerprint(shard) == fingerprint(ids, attention_mask=mask[tokens], cu_seqlens=shard.cu_seqlens)
 
 
 @settings(max_examples=60)
@@ -204,37 +189,27 @@ def test_ids_are_never_repaired_and_an_empty_row_of_a_batch_is_a_document() -> N
     [
         ({"position_ids": [True]}, "position_ids: got bool of shape (1,), want integers or floats"),
         ({"position_ids": [[0.5, float("nan")]]}, "position_ids must be finite and within int32"),
-        (
-            {"position_ids": [[1, 1 / (2**31 - 1), 1.2345e-9]]},
-            "position_ids: got np.float64(1.2345e-09), want fractions with denominators below",
-        ),
+        ({"position_ids": [[1, 1 / (2**31 - 1), 1.2345e-9]]},
+         "position_ids: got np.float64(1.2345e-09), want fractions with denominators below"),
         ({"position_ids": np.zeros((17, 2), int)}, "position_ids: got 17 axes, want 1 to 16"),
         ({"position_ids": [[0, 1]], "attention_mask": [[1, 2]]}, "attention_mask must hold only 0 and 1"),
-        (
-            {"position_ids": np.zeros((3, 2, 4), int), "attention_mask": np.ones((4, 2))},
-            "attention_mask: got shape (4, 2), want (2, 4), the shape of position_ids",
-        ),
+        ({"position_ids": np.zeros((3, 2, 4), int), "attention_mask": np.ones((4, 2))},
+         "attention_mask: got shape (4, 2), want (2, 4), the shape of position_ids"),
         ({"position_ids": [[0, 1]], "cu_seqlens": [0, 3]}, "cu_seqlens: got [0, 3], want ascending"),
-        (
-            {"position_ids": [[[0, 1], [0, 1]]], "cu_seqlens": [0, 2, 4]},
-            "cu_seqlens requires packed position_ids, got a batch of 2",
-        ),
+        ({"position_ids": [[[0, 1], [0, 1]]], "cu_seqlens": [0, 2, 4]},
+         "cu_seqlens requires packed position_ids, got a batch of 2"),
         ({"position_ids": [[0.5]], "denominators": 2}, "denominators requires integer position_ids, got float64"),
         ({"position_ids": [[1]], "denominators": 0}, "denominators[0]: got 0, want >= 1"),
         ({"position_ids": [[1] * 9], "denominators": 2**31}, "denominators[0]: got 2147483648, want <= 2147483647"),
         ({"position_ids": [2**31]}, "position_ids: got 2147483648 in column 0, want ids within int32"),
         ({"position_ids": [-(2**31) - 1]}, "position_ids: got -2147483649 in column 0, want ids within int32"),
-        (
-            {"position_ids": np.array([[0, 0], [0, 2**64 - 1]], np.uint64), "attention_mask": [0, 1]},
-            "position_ids: got 9223372036854775807 in column 1, want ids within int32",
-        ),
+        ({"position_ids": np.array([[0, 0], [0, 2**64 - 1]], np.uint64), "attention_mask": [0, 1]},
+         "position_ids: got 9223372036854775807 in column 1, want ids within int32"),
         ({"position_ids": [2**33 + 1], "denominators": 4}, "position_ids: got 8589934593/4 in column 0, want ids"),
-        (
-            {"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]},
-            "cu_seqlens cannot be combined with a PositionTable",
-        ),
+        ({"position_ids": placed([[Text(1)]]), "cu_seqlens": [0, 1]},
+         "cu_seqlens cannot be combined with a PositionTable"),
     ],
-)
+)  # fmt: skip
 def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError) as error:
         fingerprint(**arguments)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import two_dogs
 from numpy.testing import assert_array_equal
-from tolerance import EXACT, FREQUENCY, assert_within, cos_sin, rotations, rounding
+from tolerance import EXACT, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
 
 from mmpos import InvalidInputError, encodings
@@ -32,7 +32,6 @@ from mmpos.rotary import Rotary, YaRN, apply_rotary
 ROOT = Path(__file__).parents[2]
 LEARNED = ["clipped-relative", "learned-absolute", "t5-buckets"]
 ROPE, ROPE_2D = ENCODINGS["rope-1d"](), ENCODINGS["rope-2d"]()
-ROTATIONS = ["rope-1d", "rope-1d-adjacent", "rope-2d", "rope-nd", "p-rope", "hope", "mhrope"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,27 +101,6 @@ def test_learned_tensors_get_gradients_and_all_others_are_buffers(name: str, dty
         assert parameter.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", ROTATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_rotations_are_rotated_back(name: str, dtype: torch.dtype) -> None:
-    encoding: Any = ENCODINGS[name]()
-    random, positions = np.random.default_rng(0), np.array([5, 900, -7])
-    heads = encoding.shape[0] if len(encoding.shape) == 2 else 1
-    q, k, towards = (torch.from_numpy(random.normal(size=(1, 3, heads, 12))).to(dtype) for _ in range(3))
-    rotated = block(encoding, positions, dtype).encoding.rotate(q.requires_grad_(), k.requires_grad_())
-
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        return x[0].reshape(3, *encoding.shape)
-
-    off = cos_sin(dtype=dtype) + cos_sin(900.0, FREQUENCY + 1, np.float64)  # angles are float64 for all dtypes
-    back = encoding.rotate(rows(towards), -positions)
-    for x, y in zip((q, k), rotated, strict=True):
-        (gradient,) = torch.autograd.grad(y, x, towards, retain_graph=True)
-        expected = encoding.rotate(rows(x.detach()), positions)
-        assert_within(rows(y), expected, rotations(rows(y), off))
-        assert_within(rows(gradient), back, rotations(rows(gradient), off))
-
-
 def test_a_cast_recomputes_tables_and_keeps_the_positions_of_rotations() -> None:
     table = block(Sinusoidal(), [100_000]).to(torch.bfloat16).to(torch.float64)
     assert_array_equal(table.encoding.values, Sinusoidal().table([100_000]))
@@ -134,31 +112,30 @@ def test_a_cast_recomputes_tables_and_keeps_the_positions_of_rotations() -> None
     assert result.dtype == torch.bfloat16
 
 
-def test_each_axis_of_positions_rotates_its_own_channels() -> None:
-    positions = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
-    x = embeddings(1, 4, dtype=torch.float64)
-    attention = block(ROPE_2D, positions, torch.float64)
-    result, rotated = attention(x), block(ROPE_2D, positions[::-1], torch.float64)(x)
-    same = block(ROPE_2D, positions + np.array([[5], [-3]]), torch.float64)(x)
-    assert_within(result, same, rounding(lambda: attention(x), [x, *attention.parameters()]))
-    assert (result - rotated).abs().max() > 1e-3
+ROTARIES = {
+    "rope-1d": Rotary(12, axes=1),
+    "rope-1d-adjacent": Rotary(12, axes=1, pairing="adjacent"),
+    "rope-2d": Rotary(12, axes=2, allocation="axial", pairing="adjacent"),
+    "rope-nd": Rotary(12, axes=3, allocation="axial", pairing="adjacent"),
+    "p-rope": Rotary(12, axes=1, inv_freq=[10_000 ** (-pair / 6) * (pair < 3) for pair in range(6)]),
+    "hope": Rotary(12, allocation=[1, 2, 1, 2, -1, -1]),  # by rows and columns, and not by time
+    "mhrope": Rotary(12, allocation="heads", head_axes=[0, 0, 1, 2]),
+    "two axes, unrotated channels, a factor": Rotary(12, rotary_dim=8, scaling=YaRN(4, 32)),
+}
 
 
-SCALED = Rotation(Rotary(12, axes=2, rotary_dim=8, scaling=YaRN(4, 32)))
-"""Two axes, unrotated channels, and an attention factor."""
-
-
+@pytest.mark.parametrize("name", ROTARIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_custom_rotation_equals_apply_rotary(dtype: torch.dtype) -> None:
-    positions, q = (
-        np.array([[0, 5, 70], [1, 2, -3]]),
-        torch.from_numpy(np.random.default_rng(0).normal(size=(3, 1, 12))),
-    )
-    assert SCALED.rotary.attention_factor > 1.1
-    expected = apply_rotary(q.float(), None, torch.from_numpy(positions), SCALED.rotary)[0]
-    assert_within(SCALED.rotate(q[:, 0], positions), expected[:, 0], rotations(expected[:, 0], EXACT))
-    rotated, _ = block(SCALED, positions, dtype).encoding.rotate(q[None].to(dtype), q[None].to(dtype))
-    assert_within(rotated[0].float(), expected, rotations(expected, EXACT + cos_sin(dtype=dtype)))
+def test_a_rotation_equals_apply_rotary(name: str, dtype: torch.dtype) -> None:
+    rotary, random = ROTARIES[name], np.random.default_rng(0)
+    encoding: Any = ENCODINGS[name]() if name in ENCODINGS else Rotation(rotary)
+    positions, q = random.integers(-99, 99, (rotary.axes, 3)), torch.from_numpy(random.normal(size=(3, 4, 12)))
+    q = q if rotary.own_heads else q[:, :1]
+    expected = apply_rotary(q.float(), None, torch.from_numpy(positions), rotary)[0]
+    alone = encoding.rotate(q.view(3, *encoding.shape), positions).reshape(q.shape)
+    assert_within(alone, expected, rotations(expected, EXACT))
+    for rotated in block(encoding, positions, dtype).encoding.rotate(q[None].to(dtype), q[None].to(dtype)):
+        assert_within(rotated[0].float(), expected, rotations(expected, EXACT + cos_sin(dtype=dtype)))
 
 
 # Claims of the sources

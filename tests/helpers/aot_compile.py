@@ -27,14 +27,6 @@ from mmpos.rotary.kernel import tiling
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
-WORDS = (
-    "rotate", "norm", "backward", "store", "rerotate", "adjacent", "after", "by head", "cached bfloat16", "dense",
-    "dense fixed", "few tokens", "fractional", "from ids", "fused", "head_dim 80", "of q", "one token", "other values",
-    "own frequencies", "partial", "return k",
-)  # fmt: skip
-"""Words that occur in case names."""
-
-
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
@@ -49,19 +41,9 @@ def stand_in(arch: str) -> SimpleNamespace:
     )
 
 
-def words_of(case: str) -> set[str]:
-    """Split the name of a case into its words, longest first."""
-    words, rest = set(), case.replace(",", "").strip()
-    while rest:
-        word = max((word for word in WORDS if f"{rest} ".startswith(f"{word} ")), key=len)
-        words.add(word)
-        rest = rest[len(word) :].strip()
-    return words
-
-
 def compiled(case: str, arch: str) -> Any:
     """Return the last kernel launched by a bfloat16 call with 32 heads of q and 8 of k."""
-    words, kernels = words_of(case), []
+    words, kernels = set(case.replace(",", "").split()), []
 
     def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
         options = {"num_warps": warps, "enable_fp_fusion": "fused" in words}
@@ -75,35 +57,35 @@ def compiled(case: str, arch: str) -> Any:
 
 def call(words: set[str]) -> None:
     """Make the call described by the words."""
-    tokens = 1 if "one token" in words else 64 if "few tokens" in words else 4096
-    dim, values = 80 if "head_dim 80" in words else 128, 64 if "other values" in words else 128
-    scheme = "rope-tie-fractional" if words & {"fractional", "one token"} else "rope-tie"
+    tokens = 1 if "one-token" in words else 64 if "few-tokens" in words else 4096
+    dim, values = 80 if "head_dim-80" in words else 128, 64 if "other-values" in words else 128
+    scheme = "rope-tie-fractional" if words & {"fractional", "one-token"} else "rope-tie"
     table = place(SegmentTable.from_documents([[Text(tokens)]]), scheme)
     positions: PositionTable | Tensor = table
-    if words & {"dense", "dense fixed"}:
-        positions = torch.zeros(2, tokens, dtype=torch.float64 if "dense fixed" in words else torch.int64)
-    by_head: Any = {"allocation": "heads", "head_axes": [0, 1] * 4} if "by head" in words else {}
-    if "own frequencies" in words:
+    if words & {"dense", "dense-fixed"}:
+        positions = torch.zeros(2, tokens, dtype=torch.float64 if "dense-fixed" in words else torch.int64)
+    by_head: Any = {"allocation": "heads", "head_axes": [0, 1] * 4} if "by-head" in words else {}
+    if "own-frequencies" in words:
         by_head = {"kv_heads": 8, "allocation": [0, 1] * (dim * 2)}
     pairing: Any = "adjacent" if "adjacent" in words else "half"
     rotary = Rotary(dim, rotary_dim=64 if "partial" in words else dim, axes=2, pairing=pairing, **by_head)
     q, k, v = (heads(tokens, count, size) for count, size in ((32, dim), (8, dim), (8, values)))
-    weight = torch.ones(dim, dtype=torch.bfloat16) if words & {"norm", "backward", "of q"} else None
-    norm = Norm(weight, None if "of q" in words else weight, after="after" in words)
+    weight = torch.ones(dim, dtype=torch.bfloat16) if words & {"norm", "backward", "of-q"} else None
+    norm = Norm(weight, None if "of-q" in words else weight, after="after" in words)
     options: Any = {"norm": norm, "implementation": "triton"}
     pages, slots = torch.zeros(256, 16, 8, dim, dtype=torch.bfloat16), torch.arange(tokens)
     if "rerotate" in words:
-        start = torch.zeros(2, tokens, dtype=torch.int64) if "from ids" in words else table
+        start = torch.zeros(2, tokens, dtype=torch.int64) if "from-ids" in words else table
         rerotate(pages, slots, start, table, rotary, implementation="triton")
     elif "store" in words:
         cache = Cache(pages, torch.zeros(256, 16, 8, values, dtype=torch.bfloat16), slots)
-        rotate_and_store(q, k, v, positions, rotary, cache, return_k="return k" in words, **options)
+        rotate_and_store(q, k, v, positions, rotary, cache, return_k="return-k" in words, **options)
     elif "backward" in words:
         out = apply_rotary(q.requires_grad_(), k.requires_grad_(), positions, rotary, **options)
         assert weight is not None
         torch.autograd.grad([x for x in out if x is not None], (q, k), [heads(tokens, n, dim) for n in (32, 8)])
     else:
-        options["cos_sin"] = torch.ones(131072, dim, dtype=torch.bfloat16) if "cached bfloat16" in words else None
+        options["cos_sin"] = torch.ones(131072, dim, dtype=torch.bfloat16) if "cached-bfloat16" in words else None
         apply_rotary(q, k, positions, rotary, **options)
 
 

@@ -81,16 +81,9 @@ PLAIN, SMALL = ImageProcessor(), ImageProcessor(max_tokens=16)
 @pytest.mark.parametrize(
     ("processor", "size", "want"),
     [
-        (PLAIN, (768, 1024), (756, 1036)),
-        (PLAIN, (28, 112), (28, 112)),
-        (PLAIN, (1, 1), (56, 56)),
         (PLAIN, (42, 70), (56, 56)),  # 1.5 and 2.5 tokens: halves round to even
-        (PLAIN, (4000, 3000), (1148, 840)),
         (PLAIN, (14, 300), (28, 280)),  # half a token high, rounded to 0: scaled up to the minimum
-        (PLAIN, (10, 2000), (28, 812)),
-        (PLAIN, (1, 200), (28, 812)),
         (PLAIN, (19, 76), (56, 140)),  # floats are rounded; exact numbers give 28 x 112
-        (PLAIN, (39, 7477), (28, 7476)),
         # The short side of a thin image shrinks to one token to keep the budget.
         (SMALL, (10, 1900), (28, 16 * 28)),
         (SMALL, (1900, 10), (16 * 28, 28)),
@@ -354,29 +347,27 @@ def test_16_bit_images_may_have_a_transparent_colour() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True}])
-def test_jpegs_are_decoded_as_by_pillow(backend: str, options: dict[str, Any]) -> None:
-    data = encoded(photo(), "JPEG", **options)
-    want = np.asarray(Image.open(io.BytesIO(data))).astype(int)
-    assert np.abs(pixels(data, backend) - want).max() <= 3
-    gray = encoded(photo().convert("L"), "JPEG")
-    want = np.asarray(Image.open(io.BytesIO(gray)).convert("RGB")).astype(int)
-    assert np.abs(pixels(gray, backend) - want).max() <= 3
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_adobe_cmyk_jpegs_are_inverted(backend: str) -> None:
     colour = Image.new("RGB", (8, 8), (200, 100, 50))
     assert np.abs(pixels(encoded(colour.convert("CMYK"), "JPEG"), backend) - np.array([200, 100, 50])).max() <= 3
 
 
+ANIMATED: dict[str, Any] = {"save_all": True, "append_images": [Image.new("RGB", (64, 48))]}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_webps_and_first_frames_of_gifs_are_decoded_as_by_pillow(backend: str) -> None:
-    gif = encoded(photo().quantize(64), "GIF", save_all=True, append_images=[Image.new("P", (64, 48))])
-    animated = encoded(photo(), "WEBP", save_all=True, append_images=[Image.new("RGB", (64, 48))])
-    for data in (gif, animated, encoded(photo(), "WEBP"), encoded(photo(), "WEBP", lossless=True)):
-        want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-        np.testing.assert_array_equal(pixels(data, backend), want)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("JPEG", options) for options in ({}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True})]
+    + [("WEBP", {}), ("WEBP", {"lossless": True}), ("WEBP", ANIMATED), ("GIF", ANIMATED)],
+)
+def test_files_and_the_first_of_their_frames_are_decoded_as_by_pillow(
+    kind: str, options: dict[str, Any], backend: str
+) -> None:
+    for image in (photo().quantize(64),) if kind == "GIF" else (photo(), photo().convert("L")):
+        data = encoded(image, kind, **options)
+        want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+        assert np.abs(pixels(data, backend) - want).max() <= (3 if kind == "JPEG" else 0)
         assert exact(backend).inspect(data) == ImageSize(48, 64)
 
 

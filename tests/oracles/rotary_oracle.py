@@ -14,11 +14,12 @@ import numpy.typing as npt
 import torch
 from mpmath import mp
 from oracle import Document, exact
+from store_oracle import DEVICE, flat
 from tolerance import ARITHMETIC
 from torch import Tensor
 
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Rotary, YaRN
+from mmpos.rotary import DevicePositions, Linspace, Rotary, YaRN
 
 Ids = Sequence[Sequence[Fraction | int]]
 """One id per axis for each token."""
@@ -90,11 +91,16 @@ def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
     return [[Fraction(p[a]) * tau / 2**168 for a, tau in zip(axes, taus, strict=True)] for p in ids]
 
 
-def by_kv_head(rotary: Rotary) -> list[Rotary]:
-    """Return one rotation per kv head, or the rotation itself if all heads rotate alike."""
+def phases_by_head(ids: Ids, rotary: Rotary) -> Real:
+    """Return (tokens, kv_heads, pairs) angles; one head if all rotate alike."""
     pairs = rotary.rotary_dim // 2
+    if rotary.kv_heads is not None:  # the heads share the layout of one long head
+        channels = 2 * pairs * rotary.kv_heads
+        rotary = replace(rotary, head_dim=channels, rotary_dim=channels, kv_heads=None)
+        return phases(ids, rotary).reshape(len(ids), -1, pairs)
     axes = rotary.head_axes
-    return [rotary] if axes is None else [replace(rotary, allocation=[a] * pairs, head_axes=None) for a in axes]
+    alone = [rotary] if axes is None else [replace(rotary, allocation=[a] * pairs, head_axes=None) for a in axes]
+    return np.stack([phases(ids, head) for head in alone], axis=1)
 
 
 def channels(rotary: Rotary) -> tuple[list[int], list[int]]:
@@ -110,17 +116,10 @@ def rotated(x: Array, ids: Ids, rotary: Rotary, conjugate: bool = False) -> Real
 
     Each kv head serves the same number of adjacent q heads.
     """
-    if rotary.head_axes is not None:
-        group, alone = x.shape[1] // len(rotary.head_axes), by_kv_head(rotary)
-        by_axis = {
-            axis: rotated(x, ids, single, conjugate) for axis, single in zip(rotary.head_axes, alone, strict=True)
-        }
-        parts = [by_axis[axis][:, h * group : (h + 1) * group] for h, axis in enumerate(rotary.head_axes)]
-        return np.concatenate(parts, axis=1)
     first, second = channels(rotary)
-    out = x.astype(np.float64)
-    phase = -phases(ids, rotary) if conjugate else phases(ids, rotary)
-    z = (out[..., first] + 1j * out[..., second]) * np.exp(1j * phase)[:, None] * rotary.attention_factor
+    out, phase = x.astype(np.float64), phases_by_head(ids, rotary) * (-1 if conjugate else 1)
+    phase = phase.repeat(x.shape[1] // phase.shape[1], axis=1)
+    z = (out[..., first] + 1j * out[..., second]) * np.exp(1j * phase) * rotary.attention_factor
     out[..., first], out[..., second] = z.real, z.imag
     return out
 
@@ -135,9 +134,7 @@ def lengths(x: Array, rotary: Rotary) -> Real:
 
 def thd(x: Tensor, layout: str | None) -> Array:
     """Reshape any layout to (tokens, heads, head_dim) float64."""
-    x = x.detach().double().cpu()
-    x = x.permute(0, 2, 1, 3) if layout == "bhsd" else x
-    return x.reshape(-1, *x.shape[-2:]).numpy()
+    return flat(x.detach().double().cpu(), layout).numpy()
 
 
 def ids_of(positions: PositionTable | Tensor) -> Ids:
@@ -164,11 +161,15 @@ def assert_rotated(
     before = thd(x, layout)
     truth = torch.from_numpy(rotated(before, ids, rotary, conjugate))
     room = torch.from_numpy(slack * lengths(before, rotary))
-    flat = torch.from_numpy(thd(got, layout))
+    assert_rounded(torch.from_numpy(thd(got, layout)), truth, room, x.dtype)
+
+
+def assert_rounded(got: Tensor, truth: Tensor, room: Tensor, dtype: torch.dtype, truncated: float = 0.0) -> None:
+    """Assert that float64 values are exact up to ``room``, one rounding to dtype, and a relative truncation."""
     # Rounding is monotone: a value within ``room`` of the exact value rounds to a number between these two.
-    low, high = ((truth + sign * room).to(x.dtype).double() for sign in (-1, 1))
-    wrong = ~((flat >= low) & (flat <= high))
-    assert not wrong.any(), f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {flat[wrong][0]}, want {truth[wrong][0]}"
+    low, high = ((truth + sign * room).to(dtype).double() + sign * truncated * truth.abs() for sign in (-1, 1))
+    wrong = ~((got >= low) & (got <= high))
+    assert not wrong.any(), f"{wrong.sum()} wrong; first {wrong.nonzero()[0]}: {got[wrong][0]}, want {truth[wrong][0]}"
 
 
 # Positions: every view of a table, and tables with arbitrary ids.
@@ -219,6 +220,23 @@ def table_of(ids: Ids) -> PositionTable:
     return PositionTable(table, documents, tokens, True, "by hand")
 
 
+def dense(table: PositionTable) -> Tensor:
+    """Return the ids of a table on the device."""
+    return torch.from_numpy(table.dense()).to(DEVICE)
+
+
+FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
+    "table": lambda table: table,
+    "device": lambda table: DevicePositions.from_table(table, DEVICE),
+    "spare columns": lambda table: DevicePositions.from_table(table, DEVICE, table.num_segments + 33),
+    "ids": dense,
+    "int64": lambda table: dense(table).long(),
+    "float64": lambda table: dense(table).double(),
+    "a batch of one": lambda table: dense(table)[:, None],
+    "token first": lambda table: dense(table).T.contiguous().T,
+}
+"""The forms in which calls take positions; the first three take fractional ids exactly."""
+
 ROTARIES: Mapping[str, Rotary] = {
     "1 axis": Rotary(16, axes=1),
     "interleaved": Rotary(20),
@@ -251,8 +269,12 @@ BY_HEAD: Mapping[str, Rotary] = {
     "two heads per axis": Rotary(8, axes=3, allocation="heads", head_axes=[0, 0, 2, 2]),
     "an unrotated head": Rotary(12, axes=3, allocation="heads", head_axes=[1, -1, 2]),
     "scaled": Rotary(16, allocation="heads", head_axes=[2, 1, 0], scaling=YaRN(4.0, 2048)),
+    "own frequencies": Rotary(
+        16, allocation=[-1] * 2 + [0, 1, 2] * 10, axes_dim=[20] * 3, scaling=Linspace(np.pi / 2), kv_heads=4
+    ),
+    "some own frequencies": Rotary(4, axes=1, kv_heads=6, inv_freq=[1.0, 0.5] * 2 + [1.0, 0.25] * 2 + [0.5, 0.25] * 2),
 }
-"""Rotations with one axis for each kv head."""
+"""Rotations whose kv heads have their own axes or frequencies."""
 
 
 def heads(
@@ -261,3 +283,13 @@ def heads(
     """Draw random q or k; the heads are the second-to-last dimension."""
     shape = (tokens,) if isinstance(tokens, int) else tokens
     return torch.randn(*shape, num_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def device_heads(*args: Any, **options: Any) -> Tensor:
+    """Draw random q or k on the device."""
+    return heads(*args, **options).to(DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw random numbers of a shape that is also the seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)

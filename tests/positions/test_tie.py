@@ -52,19 +52,3 @@ def test_t9_the_integer_strides_are_multiples_of_the_smallest() -> None:
 def _strides(name: str, height: int, width: int) -> Id:
     """Return the distance between the first patch and L = 0, which is one stride in these two schemes."""
     return exact(placed([Grid(height, width)], name, 1))[0]
-
-
-ADVANCES = {
-    (24, 24): (624, 576, 576, 24, 24),
-    (64, 64): (4224, 4096, 4096, 64, 64),
-    (128, 128): (16640, 16384, 16384, 128, 128),
-    (1, 576): (1153, 576, 576, 1153, 576),
-    (24, 25): (649, 600, 600, 649, 25),
-}
-
-
-@pytest.mark.parametrize("sides", ADVANCES)
-def test_documents_grow_as_stated_in_the_table(sides: tuple[int, int]) -> None:
-    names = ("rope-tie", "rope-tie-fractional", "rope-tie-v2", "rope-tie-lcm", "mrope")
-    consumed = [int(placed([Grid(*sides)], name).next_positions[0]) for name in names]
-    assert tuple(consumed) == ADVANCES[sides]

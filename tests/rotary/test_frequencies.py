@@ -125,11 +125,6 @@ def test_each_axis_scales_its_own_ladder(name: str) -> None:
     assert Rotary(64, allocation="split", **two).turns.tolist() == fixed(first[:16] + second[16:])
 
 
-@pytest.mark.parametrize("rotary_dim", [2, 6, 40])
-def test_the_ladder_depends_on_rotary_dim_rather_than_head_dim(rotary_dim: int) -> None:
-    assert Rotary(64, rotary_dim=rotary_dim, axes=1).turns.tolist() == fixed(plain(10000, rotary_dim))
-
-
 def test_explicit_frequencies_are_exact_modulo_one_turn() -> None:
     values = [0.1, 7.5, -0.25, 0.0, 351.85837720205683, 2.0**32, 5e-324, 1e-9]
     rotary = Rotary(16, inv_freq=values)

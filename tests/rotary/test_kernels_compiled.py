@@ -15,20 +15,20 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parents[1] / "helpers/aot_compile.py"
 QUICK = "norm, sm_90"
 WIDE = [
-    "rotate, sm_90", "rotate fractional, sm_100", "rotate dense adjacent, sm_80", "rotate dense fixed, sm_90",
-    "rotate head_dim 80 adjacent, sm_100", "rotate few tokens, sm_80", "rotate by head fractional adjacent, sm_90",
-    "rotate cached bfloat16 adjacent, sm_100",
-    "norm fractional, sm_80", "norm after head_dim 80, sm_90", "norm of q, few tokens, sm_100",
-    "backward, sm_80", "backward after adjacent, sm_90", "backward by head fractional, sm_100",
-    "store, sm_80", "store norm adjacent, return k, sm_90", "store other values, few tokens, sm_100",
-    "rotate own frequencies, sm_90", "norm own frequencies adjacent, sm_80", "backward own frequencies, sm_100",
-    "rerotate own frequencies, sm_90",
-    "rerotate, sm_90", "rerotate fractional from ids, sm_80",
+    "rotate, sm_90", "rotate fractional, sm_100", "rotate dense adjacent, sm_80", "rotate dense-fixed, sm_90",
+    "rotate head_dim-80 adjacent, sm_100", "rotate few-tokens, sm_80", "rotate by-head fractional adjacent, sm_90",
+    "rotate cached-bfloat16 adjacent, sm_100",
+    "norm fractional, sm_80", "norm after head_dim-80, sm_90", "norm of-q, few-tokens, sm_100",
+    "backward, sm_80", "backward after adjacent, sm_90", "backward by-head fractional, sm_100",
+    "store, sm_80", "store norm adjacent, return-k, sm_90", "store other-values, few-tokens, sm_100",
+    "rotate own-frequencies, sm_90", "norm own-frequencies adjacent, sm_80", "backward own-frequencies, sm_100",
+    "rerotate own-frequencies, sm_90",
+    "rerotate, sm_90", "rerotate fractional from-ids, sm_80",
 ]  # fmt: skip
 """Cases whose 16-bit heads are loaded and stored exclusively in pieces of 16 bytes."""
 
 NARROW = [
-    "rotate partial, one token, sm_90", "norm partial adjacent, sm_80", "backward partial, sm_100",
+    "rotate partial, one-token, sm_90", "norm partial adjacent, sm_80", "backward partial, sm_100",
     "store partial, sm_90", "rerotate partial, sm_100",
 ]  # fmt: skip
 FUSED = "rotate fused, sm_80"
@@ -55,7 +55,7 @@ def assert_exact(case: str, counts: dict[str, int]) -> None:
     """Assert that products and sums are rounded separately, that nothing uses float64, and that no register spills."""
     assert counts["fma"] == 0, case
     assert counts["float64"] == 0, case
-    assert (counts["divisions_64"] > 0) == ("fractional" in case or "one token" in case), case  # only fractions divide
+    assert (counts["divisions_64"] > 0) == ("fractional" in case or "one-token" in case), case  # only fractions divide
     assert counts["spills"] == counts["stack"] == counts["local"] == 0, case
 
 

@@ -179,17 +179,6 @@ def test_several_threads_give_the_same_bits_as_one(normed: bool) -> None:
         torch.set_num_threads(before)
 
 
-def test_each_part_writes_only_its_own_tokens() -> None:
-    rotary, ids = Rotary(64, axes=1), torch.arange(20, dtype=torch.int32).repeat(4).view(1, 4, 20)
-    q = heads((4, 20), 9, 64, torch.bfloat16)
-    all_tokens = expected(q, None, ids, rotary).flatten(0, 1)
-    for part, parts, first, stop in ((0, 1, 0, 80), (0, 3, 0, 26), (1, 3, 26, 53), (2, 3, 53, 80), (7, 81, 6, 7)):
-        out, want = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan).flatten(0, 1)
-        assert CORE.rotate((to_dlpack(q), to_dlpack(out)), source(ids, rotary), None, part, parts, 0)
-        want[first:stop] = all_tokens[first:stop]
-        assert_same(out.flatten(0, 1), want)
-
-
 @pytest.mark.slow
 def test_a_thread_that_outlives_the_main_thread_still_rotates() -> None:
     code = """

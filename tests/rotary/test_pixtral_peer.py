@@ -54,9 +54,5 @@ def test_settings_read_from_a_config_include_pixtrals_row_markers(model: str) ->
     config = getattr(transformers, model)(text_config=text, vision_config=vision, image_token_index=IMG)
     settings = mmpos.from_hf_config(config)
     assert settings.markers == Markers(None, None, IMG, "[IMG_BREAK]", "[IMG_END]")
-    builder = SequenceBuilder(chat_tokenizer(NAMES), None, settings.scheme, settings.markers)
-    sequence = builder.build(["A", mmpos.Grid(2, 3)])
-    assert sequence.input_ids[1:].tolist()[-8:] == [IMG, IMG, IMG, BREAK, IMG, IMG, IMG, END]
-    merge = settings.spatial_merge_size
-    segments = settings.segments(sequence.input_ids, sequence.grid_thw * [1, merge, merge], rows=(BREAK, END))
-    np.testing.assert_array_equal(segments.extents, sequence.segments.extents)
+    sides, rows = np.array([1, 2, 3]) * [1, *[settings.spatial_merge_size] * 2], [*[IMG] * 3, BREAK, *[IMG] * 3, END]
+    assert settings.segments(rows, [sides], rows=(BREAK, END)).extents.T.tolist() == [[1, 2, 3]]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +16,8 @@ from rotary_oracle import heads
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mmpos import (
-    Grid,
-    InvalidInputError,
-    LimitExceededError,
-    SegmentTable,
-    Text,
-    UnsupportedError,
-    place,
-)
+import mmpos.rotary
+from mmpos import Grid, InvalidInputError, LimitExceededError, SegmentTable, Text, UnsupportedError, place
 from mmpos.rotary import (
     Cache,
     DevicePositions,
@@ -375,46 +368,29 @@ def test_the_largest_and_smallest_ids_are_accepted() -> None:
     apply_rotary(packed(), None, ids(2**31 - 0.5, dtype=torch.float64), ROTARY, validate=True)
 
 
-def without(missing: str, code: str) -> None:
-    """Run code in a process that cannot import a package."""
-    command = [sys.executable, "-c", f'import sys\nsys.modules["{missing}"] = None\n{code}']
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_without_torch_frequencies_work_and_errors_for_other_names_contain_the_pip_command() -> None:
-    code = """
-import mmpos, mmpos.rotary
-from mmpos.rotary import Rotary
-assert Rotary(head_dim=8).pair_axis.tolist() == [0, 1, 0, 1]
-for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store", "DevicePositions", "Norm"):
-    try:
-        getattr(mmpos.rotary, name)
-    except ImportError as error:
-        want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-        assert str(error) == f"rotations: torch is not installed; {want}", error
-    else:
-        raise AssertionError(name)
-"""
-    without("torch", code)
-
-
-def test_without_triton_the_reference_works_and_the_kernels_error_contains_the_pip_command() -> None:
-    code = """
-import os, torch
-os.environ["TRITON_INTERPRET"] = "1"
-from mmpos.rotary import Rotary, apply_rotary
-q, ids = torch.ones(3, 1, 8), torch.arange(6).reshape(2, 3)
-apply_rotary(q, None, ids, Rotary(head_dim=8))
-try:
-    apply_rotary(q, None, ids, Rotary(head_dim=8), implementation="triton")
-except ImportError as error:
+@pytest.mark.parametrize(("package", "rooms", "user"), [
+    ("torch", "mmpos.rotary", "rotations"), ("triton", "mmpos.rotary.kernel", 'implementation "triton"'),
+])  # fmt: skip
+def test_without_a_package_the_rest_works_and_the_error_contains_the_pip_command(
+    package: str, rooms: str, user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-    assert str(error) == f'implementation "triton": triton is not installed; {want}', error
-else:
-    raise AssertionError
-"""
-    without("triton", code)
+    refused = pytest.raises(ImportError, match=f"^{re.escape(f'{user}: {package} is not installed; {want}')}$")
+    monkeypatch.setattr(mmpos, "rotary", mmpos.rotary)
+    monkeypatch.delattr(mmpos.rotary, "kernel", raising=False)
+    for name in [name for name in sys.modules if name.startswith(rooms)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    rotary = import_module("mmpos.rotary")
+    assert rotary.Rotary(head_dim=8).pair_axis.tolist() == [0, 1, 0, 1]
+    if package == "triton":
+        calls(packed())()
+        with refused:
+            calls(packed(), implementation="triton")()
+    else:
+        for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store", "DevicePositions", "Norm"):
+            with refused:
+                getattr(rotary, name)
 
 
 TENSORS: dict[str, tuple[tuple[int, ...], Callable[[Any], Callable[[], Any]]]] = {

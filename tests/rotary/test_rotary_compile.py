@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rotary_oracle import heads, packed
+from rotary_oracle import heads, normal, packed
 from store_oracle import CACHES, DEVICE, Held, assert_holds
 from tolerance import assert_within, rotations, rounding
 from torch import Tensor
@@ -58,21 +58,9 @@ def table(documents: int, text: int, images: int) -> PositionTable:
     return place(SegmentTable.from_documents([[Text(2), *parts * images]] * documents))
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
 def rotated(q: Tensor, k: Tensor, positions: Any) -> tuple[Tensor, Tensor | None]:
     q_out, k_out = apply_rotary(q * 2, k, positions, ROTARY)
     return q_out + 1, k_out
-
-
-FORMS: Mapping[str, Callable[[PositionTable], Any]] = {
-    "ids": lambda positions: torch.from_numpy(positions.dense()).reshape(2, positions.num_documents, -1),
-    "documents": DevicePositions.from_table,  # of different lengths
-    "device": DevicePositions.from_table,
-    "packed ids": lambda positions: torch.from_numpy(positions.dense()),
-}
 
 
 def outputs_and_gradients(call: Callable[..., Any], inputs: Sequence[Tensor], *others: Any) -> list[Tensor]:
@@ -84,20 +72,20 @@ def outputs_and_gradients(call: Callable[..., Any], inputs: Sequence[Tensor], *o
 PACKED = [[3], [4, 1], [2, 2], [5, 1, 7], [1], [9, 9, 9], [1, 2, 3, 4], [30], [6, 7], [8], [2, 1, 1], [5, 5]]
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("ids", "documents"))) for x in FORMS]
-)
+@pytest.mark.parametrize("form", ["ids", "unequal documents", pytest.param("rows", marks=pytest.mark.slow)])
 def test_a_mix_of_batches_compiles_to_few_full_graphs(form: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(rotated, fullgraph=True, backend=counter)
-    mix = [table(*shape) for shape in MIX]
-    if form == "documents":
+    mix, run = [table(*shape) for shape in MIX], outputs_and_gradients
+    if unequal := form not in ("ids", "rows"):
         mix = [place(SegmentTable.from_documents([[Text(n), Grid(2, 2)] for n in lengths])) for lengths in PACKED]
+        run = lambda call, inputs, *others: [*call(*inputs, *others)]  # noqa: E731
     for positions in mix:
-        rows = (positions.num_documents, positions.max_seqlen) if form in ("ids", "device") else (positions.num_tokens,)
-        inputs = [normal(*rows, heads, 16).requires_grad_(form != "documents") for heads in (3, 1)]
-        ids = FORMS[form](positions)
-        run: Any = (lambda call, *x: call(*x[0], *x[1:])) if form == "documents" else outputs_and_gradients
+        rows = (positions.num_tokens,) if unequal else (positions.num_documents, positions.max_seqlen)
+        inputs = [normal(*rows, heads, 16).requires_grad_(not unequal) for heads in (3, 1)]
+        ids: Any = DevicePositions.from_table(positions)
+        if form == "ids":
+            ids = torch.from_numpy(positions.dense()).reshape(2, *rows)
         for got, expected in zip(run(compiled, inputs, ids), run(rotated, inputs, ids), strict=True):
             assert torch.equal(got, expected), positions
     assert counter.frame_count <= MOST_GRAPHS

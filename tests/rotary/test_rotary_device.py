@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rotary_oracle import normal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,10 +30,6 @@ EQUAL = table([Text(2), Grid(2, 3)], [Text(8)])
 HALVES = table([Text(3), Grid(3, 2), Text(2)], [Text(4)], scheme="rope-tie-v2")
 FAR = table([Text(9_000_000), Grid(3, 2), Text(2)], scheme="rope-tie-v2").slice(8_999_993, 9_000_008)
 ROTARY = Rotary(head_dim=16, rotary_dim=12)
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def test_a_device_table_is_a_copy_whose_unused_columns_begin_after_the_last_token() -> None:

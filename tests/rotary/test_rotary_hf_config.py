@@ -13,7 +13,7 @@ from mmpos.errors import InvalidInputError, UnsupportedError
 from mmpos.integrations.models import from_hf_config
 from mmpos.rotary.config import Rotary
 from mmpos.rotary.hf_config import ROPE_TYPES
-from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PRoPE, YaRN
+from mmpos.rotary.scaling import NTK, DynamicNTK, Linear, LongRoPE, PRoPE, YaRN
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8}
 
@@ -25,24 +25,13 @@ def text_of(model: str, **fields: Any) -> dict[str, Any]:
 UNKNOWN: dict[str, Any] = {"head_dim": 64, "rope_theta": 1e6, "rotary_dim": 64, "rope_interleave": False}
 """The fields that a config of an unknown model type requires."""
 
-
 LINEAR = {"type": "linear", "factor": 2.0}
-ROPE_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"type": "su", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "original_max_position_embeddings": 4096}
 BOTH_ROPES = {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}}
 FULL, SLIDING = {"layer_type": "full_attention"}, {"layer_type": "sliding_attention"}
-GEMMA_3_12B: dict[str, Any] = {
-    "model_type": "gemma3",
-    "text_config": {
-        "hidden_size": 3840, "intermediate_size": 15360, "model_type": "gemma3_text", "num_attention_heads": 16,
-        "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "vision_config": {"model_type": "siglip_vision_model", "patch_size": 14},
-}  # fmt: skip
-"""The fields of Gemma 3's config.json that affect the rotation."""
-
-GEMMA_3_TEXT = {**GEMMA_3_12B["text_config"], "rope_theta": 5e5, "rope_local_base_freq": 5e3}
+GEMMA_3 = text_of(
+    "gemma3_text", rope_scaling={"factor": 8.0, "rope_type": "linear"}, rope_theta=5e5, rope_local_base_freq=5e3
+)
 GEMMA_3_ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
 GEMMA_4 = text_of("gemma4_text", layer_types=["sliding_attention", "full_attention"], head_dim=64)
 QWEN_2 = text_of("qwen2", layer_types=["sliding_attention", "full_attention"])
@@ -55,49 +44,25 @@ PHIMOE = text_of("phimoe", original_max_position_embeddings=4096, rope_theta=1e4
 GLM = {"head_dim": 128, "partial_rotary_factor": 1.0}
 INTERNLM: dict[str, Any] = {"model_type": "internlm9", "hidden_size": 512, "num_attention_heads": 8}
 WHOLE_ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6, "partial_rotary_factor": 0.5}
-VISION = {"embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "in_chans": 3, "patch_size": 14}
 GEMMA_4_VISION = text_of("gemma4_vision", head_dim=72, num_attention_heads=2, num_key_value_heads=2)
 
 READ: dict[str, list[tuple[dict[str, Any], dict[str, Any], Rotary]]] = {
-    "rope_theta and rope_scaling of an old config": [
-        ({**LLAMA, "rope_theta": 5e5, "rope_scaling": {**LINEAR, "factor": 4.0}}, {},
-         Rotary(64, theta=5e5, scaling=Linear(4))),
+    # tests/integrations/test_hf_classes.py compares all fields, rope and layer types of every class with its code.
+    "fields that only some classes read": [
+        (GEMMA_3, FULL, Rotary(256, theta=5e5, scaling=Linear(8))),
+        (GEMMA_3, SLIDING, Rotary(256, theta=5e3)),
+        (text_of("zamba2", hidden_size=512, num_attention_heads=8), {}, Rotary(128)),
+        (text_of("deepseek_ocr2_text", hidden_size=512, num_attention_heads=8, head_dim=32), {}, Rotary(64)),
+        ({**LLAMA, "rope_scaling": LINEAR, "partial_rotary_factor": 0.25}, {},
+         Rotary(64, rotary_dim=16, scaling=Linear(2))),
     ],
     "a length of one token": [
         ({**LLAMA, "rope_scaling": {**LINEAR, "type": "dynamic"}, "max_position_embeddings": 1}, {},
          Rotary(64, scaling=DynamicNTK(2, 1))),
     ],
-    "rope_parameters of a new config": [
-        ({**LLAMA, "head_dim": 128, "rope_parameters": {**ROPE_3, "original_max_position_embeddings": 8192}}, {},
-         Rotary(128, theta=5e5, scaling=Llama3(8, 1, 4, 8192))),
-    ],
     "rope_scaling before rope_parameters, as in Transformers": [
         ({**LLAMA, **BOTH_ROPES}, {}, Rotary(64, scaling=Linear(2))),
         ({**LLAMA, **BOTH_ROPES, "rope_scaling": None}, {}, Rotary(64, theta=5e5)),
-    ],
-    "missing fields as the defaults of the class": [
-        ({"model_type": "llama"}, {}, Rotary(128)),
-        (LLAMA, {}, Rotary(64)),
-        ({**LLAMA, "head_dim": None}, {}, Rotary(64)),
-        (text_of("gemma", hidden_size=2048, num_attention_heads=8), {}, Rotary(256)),
-        (text_of("cohere", hidden_size=1024, num_attention_heads=8), {}, Rotary(128, theta=5e5, pairing="adjacent")),
-        (text_of("smollm3", hidden_size=2048, num_attention_heads=16), {}, Rotary(128, theta=2e6)),
-        (text_of("stablelm", hidden_size=2048, num_attention_heads=32), {}, Rotary(64, rotary_dim=16)),
-        (text_of("gpt_neox", hidden_size=2048, num_attention_heads=32, rotary_emb_base=5e4, rotary_pct=0.5), {},
-         Rotary(64, theta=5e4, rotary_dim=32)),
-        (text_of("gptj", n_embd=1024, n_head=8), {}, Rotary(128, rotary_dim=64, pairing="adjacent")),
-        (text_of("jetmoe", hidden_size=1024, kv_channels=64), {}, Rotary(64)),
-        (text_of("zamba2", hidden_size=512, num_attention_heads=8), {}, Rotary(128)),
-        (text_of("qwen3_vl", text_config={"head_dim": 128}), {},
-         Rotary(128, theta=5e5, allocation="mrope-interleaved")),
-    ],
-    "Gemma 3 as released, with one scaling and one base per layer type": [
-        (GEMMA_3_12B, FULL, Rotary(256, theta=1e6, scaling=Linear(8))),
-        (GEMMA_3_12B, SLIDING, Rotary(256, theta=1e4)),
-        (GEMMA_3_TEXT, FULL, Rotary(256, theta=5e5, scaling=Linear(8))),
-        (GEMMA_3_TEXT, SLIDING, Rotary(256, theta=5e3)),
-        (text_of("gemma3_text", rope_parameters=GEMMA_3_ROPES), FULL, Rotary(256, theta=1e6)),
-        (QWEN_2, SLIDING, Rotary(128)),
     ],
     "an unknown model type whose config or arguments are complete": [
         ({**INTERNLM, "rope_theta": 1e6}, {"head_dim": 64, "rotary_dim": 64, "pairing": "half"},
@@ -107,18 +72,14 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any], Rotary]]] = {
         ({**INTERNLM, "head_dim": 64, "rope_parameters": {"full_attention": WHOLE_ROPE}, "rope_interleave": False},
          FULL, Rotary(64, theta=1e6, rotary_dim=32, scaling=Linear(2))),
     ],
-    "every rope type": [
+    "rope types whose fields are null, ignored or named as before": [
         ({**LLAMA, "max_position_embeddings": 8192, "rope_scaling": rope}, {}, Rotary(64, scaling=scaling))
         for rope, scaling in (
-            ({"type": "dynamic", "factor": 2.0}, DynamicNTK(2, 8192)),
             ({"type": "dynamic", "factor": 2.0, "alpha": 1000.0}, DynamicNTK(2, 8192)),
-            ({"type": "yarn", "factor": 4.0}, YaRN(4, 8192)),
             ({"type": "yarn", "factor": None, "original_max_position_embeddings": 2048}, YaRN(4, 2048)),
             ({"rope_type": "yarn", "factor": 4.0, "beta_fast": None, "beta_slow": 2.0, "mscale": 0.7},
              YaRN(4, 8192, 32, 2, mscale=0.7)),
             (LONG, LongRoPE([1] * 32, [2] * 32, 4096, 2)),
-            ({"rope_type": "proportional", "partial_rotary_factor": 0.25}, PRoPE(0.25)),
-            ({"rope_type": "default"}, None),
             ({"type": "mrope"}, None),
         )
     ],
@@ -136,20 +97,7 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any], Rotary]]] = {
         ({**PHIMOE, "rope_scaling": {"type": "longrope", **ONES, "short_mscale": 1.25, "long_mscale": 1.25}}, {},
          Rotary(128, scaling=LongRoPE([1] * 64, [2] * 64, 4096, None, 1.25))),
     ],
-    "partial rotation if the model code reads it": [
-        *(
-            ({**LLAMA, **fields, "model_type": model}, {}, rotary)
-            for fields in ({"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}})
-            for model, rotary in (("llama", Rotary(64)), ("phi", Rotary(64, rotary_dim=16)))
-        ),
-        ({**LLAMA, "rope_scaling": LINEAR, "partial_rotary_factor": 0.25}, {},
-         Rotary(64, rotary_dim=16, scaling=Linear(2))),
-        ({**LLAMA, "model_type": "minimax_m2", "head_dim": 64, "rotary_dim": 32}, {},
-         Rotary(64, theta=5e6, rotary_dim=32)),
-        (text_of("minimax_m3_vl_text", rotary_dim=64), {}, Rotary(128, theta=5e6)),
-    ],
-    "latent attention, which rotates a separate head": [
-        (DEEPSEEK, {}, Rotary(32, pairing="adjacent")),
+    "the pairing of latent attention, which rotates a separate head": [
         ({**DEEPSEEK, "rope_interleave": False}, {}, Rotary(32)),
         ({**LLAMA, "rope_interleave": True, "qk_rope_head_dim": 32, "rotary_dim": 16}, {}, Rotary(64)),
     ],
@@ -191,18 +139,10 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any], Rotary]]] = {
     "half heads of Gemma 4 as heads rotated by columns and by rows": [
         (GEMMA_4_VISION, {}, Rotary(36, theta=100.0, allocation="heads", head_axes=[1, 0, 1, 0])),
     ],
-    "vision encoders, which are axial except for Pixtral": [
-        (text_of("qwen2_vl_vision", **VISION), {}, Rotary(80, allocation="axial")),
-        (text_of("pixtral", hidden_size=1024, num_attention_heads=16), {}, Rotary(64, allocation="pixtral")),
+    "an unknown vision encoder": [
         (text_of("my_vision", hidden_size=64),
          {"head_dim": 64, "rotary_dim": 64, "theta": 100.0, "allocation": "axial", "pairing": "half"},
          Rotary(64, theta=100.0, allocation="axial")),
-    ],
-    "each part of BLT, which pairs adjacent channels": [
-        (text_of("blt_global_transformer"), {}, Rotary(128, theta=5e5, pairing="adjacent")),
-        (text_of("blt_local_decoder"), {}, Rotary(64, theta=5e5, pairing="adjacent")),
-        (text_of("blt_local_encoder"), {}, Rotary(64, theta=5e5, pairing="adjacent")),
-        (text_of("blt_patcher"), {}, Rotary(64, pairing="adjacent")),
     ],
 }  # fmt: skip
 

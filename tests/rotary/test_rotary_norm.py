@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rotary_oracle import DTYPES, heads, ids_of, lengths, packed, rotated, thd
+from rotary_oracle import DTYPES, assert_rounded, device_heads, ids_of, lengths, packed, rotated, thd
+from store_oracle import DEVICE
 from tolerance import ARITHMETIC, INTERPRETED, assert_within, gamma, rounded, rounding
 from torch import Tensor
 from torch.nn.functional import rms_norm
@@ -16,7 +17,6 @@ from torch.nn.functional import rms_norm
 from mmpos import PositionTable
 from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, rotate_and_store
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WAYS = ("reference", "auto", "triton")
 ORDERS = pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 EPS = 1e-5
@@ -30,10 +30,6 @@ RELATIVE = ARITHMETIC + gamma(sqrt(128) + 5)
 def weight(head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
     """Return weights of both signs with a mean of one half."""
     return (0.5 + torch.randn(head_dim, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
-
-
-def device_heads(*args: Any, **options: Any) -> Tensor:
-    return heads(*args, **options).to(DEVICE)
 
 
 def normalised(value: Any) -> Any:
@@ -53,13 +49,8 @@ def assert_true(got: Tensor, x: Tensor, w: Tensor, norm: Norm, table: PositionTa
         truth, largest = rotated(value, ids_of(table), rotary), np.abs(value).max(axis=-1, keepdims=True)
     # The error of both channels is relative to the length of the pair, which is at most √2 times the largest channel.
     bound = torch.from_numpy(RELATIVE * 2**0.5 * largest)
-    result, want = torch.from_numpy(thd(got, None)), torch.from_numpy(truth)
-    low, high = ((want + sign * bound).to(x.dtype).double() for sign in (-1, 1))
-    if x.dtype == torch.bfloat16 and INTERPRETED:  # the interpreter truncates
-        step = 2.0**-7 * want.abs()
-        low, high = low - step, high + step
-    wrong = ~((result >= low) & (result <= high))
-    assert not wrong.any(), f"{wrong.sum()} wrong, first {wrong.nonzero()[0]}"
+    truncated = 2.0**-7 * (x.dtype == torch.bfloat16 and INTERPRETED)
+    assert_rounded(torch.from_numpy(thd(got, None)), torch.from_numpy(truth), bound, x.dtype, truncated)
 
 
 @ORDERS

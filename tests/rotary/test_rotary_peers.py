@@ -1,29 +1,22 @@
-"""Compare rotations with those of Transformers, Liger and timm on the same q, k and ids."""
+"""Compare rotations with those of Transformers and timm on the same q, k and ids."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rotary_oracle import normal
 from tolerance import FREQUENCY, assert_within, cos_sin, rotations
 from torch import Tensor
 
-import mmpos.rotary
 from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import Rotary, apply_rotary
 
 SEGMENTS = SegmentTable.from_documents(
     [[Text(3), Grid(2, 3, frames=2), Text(2), Grid(3, 2), Text(4)], [Text(5), Grid(4, 4), Text(1), Text(5)]]
 )
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def assert_close(got: Any, expected: Any, error: float = cos_sin()) -> None:
@@ -66,42 +59,6 @@ def test_rotated_channels_agree_with_transformers(model: str) -> None:
     theirs = transformers(model, "apply_rotary_pos_emb")(q, k, cos, sin)
     assert_close(apply_rotary(q, k, positions, rotary, layout="bhsd"), theirs)
     assert_close(apply_rotary(q, k, ids, rotary, layout="bhsd"), theirs)
-
-
-def test_rotations_agree_with_ligers_mrope_kernel() -> None:
-    rotary = Rotary(head_dim=128, theta=1e6, allocation="sections", mrope_section=[16, 24, 24])
-    positions, ids, q, k = batch_of(rotary, "mrope")
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU, and Triton's interpreter is off")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    by_axis = [
-        mmpos.rotary.cos_sin(
-            Rotary(head_dim=128, theta=1e6, axes=3, allocation=[axis] * 64), ids, layout="transformers"
-        )
-        for axis in range(3)
-    ]
-    cos, sin = (torch.stack(tables).to(device) for tables in zip(*by_axis, strict=True))
-    expected = apply_rotary(q, k, positions, rotary, layout="bhsd")
-    # Liger's kernel writes to q and k in place if they are contiguous in layout bshd.
-    theirs = liger("qwen2vl_mrope").qwen2vl_mrope_forward(q.to(device), k.to(device), cos, sin, [16, 24, 24])[:2]
-    assert_close(expected, [x.cpu() for x in theirs], error=0)
-    back = liger("qwen2vl_mrope").qwen2vl_mrope_backward(*theirs, cos, sin, [16, 24, 24])
-    # Three times the bound of one rotation: the inputs already differ by up to that bound.
-    restored = apply_rotary(*expected, positions, rotary, layout="bhsd", conjugate=True)
-    assert_within(restored, [x.cpu() for x in back], [3 * rotations(x.cpu()) for x in back])
-
-
-def liger(name: str) -> Any:
-    """Load one file of Liger's kernels, since importing the package imports every model in Transformers."""
-    package = importlib.util.find_spec("liger_kernel")
-    if package is None or package.origin is None:
-        pytest.skip("could not import 'liger_kernel'")
-    spec = importlib.util.spec_from_file_location(f"liger_{name}", Path(package.origin).parent / f"ops/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(("pairing", "half"), [("adjacent", False), ("half", True)])

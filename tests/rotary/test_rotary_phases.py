@@ -166,19 +166,14 @@ def floors(ids: Ids) -> list[list[int]]:
 @pytest.mark.parametrize(
     "table",
     [view(packed(scheme, 1_000_003)) for scheme in SCHEMES for view in VIEWS.values()]
-    + [placed([Grid(2, 3, frames=3), Text(1)], scheme, 7).slice(8, 18) for scheme in ("mrope", "videorope", "vrope")],
+    + [placed([Grid(2, 3, frames=3), Text(1)], scheme, 7).slice(8, 18) for scheme in ("mrope", "videorope", "vrope")]
+    + [table_of(column([*EDGES, *FRACTIONS, *random_fractions(300, 7)]))],
     ids=lambda table: f"{table.scheme}-{table.num_tokens}",
 )
 def test_tables_expand_to_the_floors_of_their_rational_ids(table: PositionTable) -> None:
     ids = ids_on(table, Rotary(16, axes=table.axes), torch.device("cpu"))
     assert ids.mode == (TABLE_FRACTIONAL if table.fractional else TABLE_INTEGER)
     assert fixed_positions(ids.tensor, ids.mode, table.num_tokens).tolist() == floors(exact(table))
-
-
-def test_tables_of_any_fractions_expand_to_their_floors() -> None:
-    ids = column([*EDGES, *FRACTIONS, *random_fractions(300, 7)])
-    table = ids_on(table_of(ids), Rotary(2, axes=1), torch.device("cpu")).tensor
-    assert fixed_positions(table, TABLE_FRACTIONAL, len(ids)).tolist() == floors(ids)
 
 
 def test_dense_ids_are_converted_to_fixed_point() -> None:

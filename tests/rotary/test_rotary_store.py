@@ -10,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rotary_oracle import DTYPES, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
-from rotary_oracle import heads as heads_on_host
+from rotary_oracle import BY_HEAD, DTYPES, FORMS, ROTARIES, assert_rotated, ids_of, lengths, packed, table_of
+from rotary_oracle import device_heads as heads
 from store_oracle import CACHES, DEVICE, Held, assert_holds, assert_same_bits, filled, flat, write
 from tolerance import ARITHMETIC, INTERPRETED, assert_within, truncation, unit
 from torch import Tensor
 
-from mmpos import Grid, PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Cache, DevicePositions, Norm, Rotary, YaRN, apply_rotary, paged, rerotate, rotate_and_store
+from mmpos.rotary import Cache, Norm, Rotary, YaRN, apply_rotary, paged, rerotate, rotate_and_store
 from mmpos.rotary.kernel import tiling
 
 STORES = pytest.mark.parametrize("way", ["auto", "triton"])
@@ -31,11 +30,6 @@ SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
 own_tiles = tiling.tiles
 
 pytestmark = pytest.mark.usefixtures("few_programs")
-
-
-def heads(*args: Any, **options: Any) -> Tensor:
-    """Return random q, k or v on the device."""
-    return heads_on_host(*args, **options).to(DEVICE)
 
 
 def slots_of(*slots: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -146,37 +140,6 @@ def test_calls_without_tokens_blocks_or_valid_slots_are_accepted(way: str, monke
         assert_stored(way, qkv(), cache(4, 16, 2, 12, torch.float32), nowhere, return_k=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [(name, "auto") for name in CACHES] + [pytest.param(name, "triton", marks=pytest.mark.slow) for name in CACHES],
-)
-def test_chunked_prefill_and_decoding_fill_the_cache_like_the_whole_sequence(name: str, way: Any) -> None:
-    documents: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(3)], [Grid(2, 5), Text(4)]]
-    longer: list[list[Text | Grid]] = [[Text(5), Grid(3, 4), Text(6)], [Grid(2, 5), Text(7)]]
-    prompts, whole = (place(SegmentTable.from_documents(x), "rope-tie") for x in (documents, longer))
-    cache = CACHES[name](12, 4, 2, 12, torch.bfloat16)
-    q, k, v = qkv(whole.num_tokens, torch.bfloat16)
-    # Blocks are assigned alternately, starting with the last block, so no request has consecutive blocks.
-    rows = [[4 * (last - 2 * (i // 4)) + i % 4 for i in range(count)] for last, count in ((11, 23), (10, 17))]
-    slots, q_got = slots_of(*rows[0], *rows[1]), torch.empty_like(q)
-
-    def step(positions: PositionTable | Tensor, tokens: Tensor) -> None:
-        step_cache = cache.with_slots(slots[tokens])
-        q_got[tokens], _ = rotate_and_store(
-            q[tokens], k[tokens], v[tokens], positions, ROTARY, step_cache, implementation=way
-        )
-
-    first, second = torch.arange(40).split([23, 17])
-    step(prompts.slice(0, 9), first[:9])  # within the image
-    step(prompts.slice(9, 20), first[9:20])
-    step(prompts.slice(20, 34), second[:14])
-    for i in range(3):
-        step(torch.from_numpy(prompts.decode(1).dense()).to(DEVICE) + i, torch.stack([first[20 + i], second[14 + i]]))
-    q_want, k_want = apply_rotary(q, k, whole, ROTARY, implementation=way)
-    for got, want in ((q_got, q_want), (taken(cache, slots.tolist()), k_want), (taken(cache, slots.tolist(), True), v)):
-        assert_same_bits(got, want)
-
-
 @pytest.mark.slow
 @STORES
 def test_caches_with_more_than_2_to_the_31_elements_are_written(way: Any) -> None:
@@ -200,9 +163,9 @@ def put(cache: Held, keys: Tensor, slots: list[int]) -> None:
             cache.at(cache.key, slot).copy_(key)
 
 
-def taken(cache: Held, slots: list[int], values: bool = False) -> Tensor:
-    """Return the (tokens, heads, head_dim) keys or values in all slots >= 0."""
-    return torch.stack([cache.at(cache.value if values else cache.key, slot) for slot in slots if slot >= 0])
+def taken(cache: Held, slots: list[int]) -> Tensor:
+    """Return the (tokens, heads, head_dim) keys in all slots >= 0."""
+    return torch.stack([cache.at(cache.key, slot) for slot in slots if slot >= 0])
 
 
 def moved(
@@ -260,26 +223,22 @@ def test_fewer_slots_than_positions_move_the_first_tokens(way: str) -> None:
     assert_same_bits(moved(way, keys[:3], slots=SLOTS[:3]), moved(way, keys)[:3])
 
 
-FORMS: dict[str, Any] = {
-    "table": lambda table: table,
-    "device": lambda table: DevicePositions.from_table(table, DEVICE, 40),
-    "ids": lambda table: torch.from_numpy(table.dense()).to(DEVICE),
-    "float64": lambda table: torch.from_numpy(table.dense()).double().to(DEVICE),
-}
+SCALED = BY_HEAD["scaled"]  # its factor is not applied again
+FAST = BY_HEAD["own frequencies"]  # its frequencies multiply the error of a fraction
 
 
 @settings(max_examples=30)
 @given(
     st.lists(st.tuples(*[st.fractions(-(2**31), 2**31 - 2, max_denominator=720)] * 4), min_size=1, max_size=6),
-    st.sampled_from(sorted(ROTARIES)),
+    st.sampled_from([one for one in (*ROTARIES.values(), *BY_HEAD.values()) if one not in (SCALED, FAST)]),
 )
-def test_any_ids_are_rerotated_by_their_difference(ids: list[tuple[Fraction, ...]], name: str) -> None:
-    rotary = ROTARIES[name]
+@pytest.mark.parametrize("way", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
+def test_any_ids_are_rerotated_by_their_difference(way: str, ids: list[tuple[Fraction, ...]], rotary: Rotary) -> None:
     old, new = (
         table_of([[position[at + axis % 2] for axis in range(rotary.axes)] for position in ids]) for at in (0, 2)
     )
-    keys, slots = heads(len(ids), 1, rotary.head_dim), list(range(len(ids)))[::-1]
-    assert_moved(moved("reference", keys, old, new, rotary, slots=slots), keys, old, new, rotary, slots)
+    keys, slots = heads(len(ids), rotary.own_heads or 1, rotary.head_dim), list(range(len(ids)))[::-1]
+    assert_moved(moved(way, keys, old, new, rotary, slots=slots), keys, old, new, rotary, slots)
 
 
 @MOVES
@@ -289,7 +248,7 @@ def test_forms_factors_and_the_largest_distances_are_rerotated_exactly(way: str)
     unscaled = Rotary(12, axes=2, inv_freq=plain.inv_freq_array.tolist())
     assert_moved(moved(way, keys, rotary=plain), keys, TABLE, NEW, unscaled)
     old, new = packed("rope-tie", 9).slice(4, 17), packed("rope-tie", 40).slice(2, 15)
-    for one, other in (("table", "ids"), ("ids", "device"), ("float64", "table")):
+    for one, other in (("table", "ids"), ("ids", "spare columns"), ("float64", "table")):
         assert_moved(moved(way, keys, FORMS[one](old), FORMS[other](new)), keys, old, new, ROTARY)
     low, high, rotary = -(2**31), 2**31 - 1, Rotary(8)
     start = torch.tensor([[low, high, 0], [high, -1, low]], dtype=torch.int32, device=DEVICE)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rotary_oracle import BY_HEAD, by_kv_head, ids_of, packed, phases
+from rotary_oracle import BY_HEAD, ids_of, normal, packed, phases_by_head
 from tolerance import assert_within, cos_sin, rotations
 from torch import Tensor
 
@@ -21,10 +21,6 @@ EQUAL = place(SegmentTable.from_documents([[Text(2), Grid(2, 3)], [Text(8)]]))
 LONG = place(SegmentTable.from_documents([[Text(9_000_000), Grid(3, 2), Text(1)]]), "rope-tie-v2")
 HALVES = LONG.slice(8_999_998, 9_000_007)
 PAIRING = pytest.mark.parametrize("pairing", ["half", "adjacent"])
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def tables(rotary: Rotary, positions: Any, layout: Any = "pairs") -> tuple[Tensor, ...]:
@@ -129,18 +125,10 @@ def test_functions_in_transformers_accept_our_cos_and_sin(model: str) -> None:
     assert_within(got.transpose(1, 2), want, rotations(want))
 
 
-def test_the_attention_factor_is_applied_to_cos_and_sin_but_not_to_angles() -> None:
-    plain, scaled = Rotary(16, scaling=YaRN(4.0, 64, attention_factor=1.0)), Rotary(16, scaling=YaRN(4.0, 64))
-    assert scaled.attention_factor > 1.1
-    for one, other in zip(tables(plain, PACKED), tables(scaled, PACKED), strict=True):
-        assert torch.equal(other, one * scaled.attention_factor)
-    assert torch.equal(angles(scaled, PACKED), angles(plain, PACKED))
-
-
-@pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled"])
+@pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled", "own frequencies"])
 def test_tables_of_cos_and_sin_have_a_kv_head_dimension(name: str) -> None:
     rotary, video = BY_HEAD[name], packed("videorope", 70_000).slice(5, 14)
-    want = np.stack([phases(ids_of(video), one) for one in by_kv_head(rotary)], 1)  # (tokens, kv_heads, pairs)
+    want = phases_by_head(ids_of(video), rotary)
     pairs, factor = tables(rotary, video), rotary.attention_factor
     assert_within(pairs, tuple(factor * torch.from_numpy(f(want)).float() for f in (np.cos, np.sin)), cos_sin())
     for table, narrow in zip(tables(rotary, video, "transformers"), pairs, strict=True):

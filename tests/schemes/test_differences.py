@@ -148,25 +148,20 @@ def test_take_selects_the_attention_windows_of_qwen2_5() -> None:
 
 # Input that one side refuses; tests/segments compares the full messages.
 
-
 # Valid input that Transformers cannot process: its model, and the correct ids.
 LEGAL: dict[str, tuple[str, Layout, list[list[int]]]] = {
     "two images touch": (
-        "qwen2_vl",
-        Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4], [1, 2, 2]]),
+        "qwen2_vl", Layout(np.array([[1, IMAGE, IMAGE, IMAGE, 2]]), images=[[1, 2, 4], [1, 2, 2]]),
         [[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]],
     ),
     "two videos touch": (
-        "qwen2_vl",
-        Layout(np.array([[1, VIDEO, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2], [1, 2, 2]]),
+        "qwen2_vl", Layout(np.array([[1, VIDEO, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2], [1, 2, 2]]),
         [[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 1, 2, 3]],
     ),
     "frames without timestamps": (
-        "qwen3_vl",
-        Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True),
-        [[0, 1, 2, 3]] * 3,
+        "qwen3_vl", Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True), [[0, 1, 2, 3]] * 3,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("way")

@@ -78,15 +78,6 @@ def visualcloze(draw: random.Random) -> Drawn:
     return Drawn(Flux(first=1), grids, ids(of._prepare_latent_image_ids(images, 8, None, torch.float32)))
 
 
-def flux2(draw: random.Random) -> Drawn:
-    first, *others = grids = several(draw, 4)
-    text, of = draw.randint(1, 40), pipeline("flux2.pipeline_flux2").Flux2Pipeline
-    parts = [of._prepare_text_ids(latents(1, text, 2))[0], of._prepare_latent_ids(latents(1, 2, *first.extents[1:]))[0]]
-    if others:
-        parts.append(of._prepare_image_ids([latents(1, 2, *grid.extents[1:]) for grid in others])[0])
-    return Drawn("flux2", [Text(text), *grids], ids(*parts))
-
-
 def flux3(draw: random.Random) -> Drawn:
     grids, text, of = several(draw), draw.randint(1, 40), blocks("flux3")
     scale = of.Flux3PrepareLatentsStep().image_rope_scale
@@ -193,7 +184,7 @@ def minimax_h3(draw: random.Random) -> Drawn:
 
 
 LAYOUTS: list[Callable[[random.Random], Drawn]] = [
-    flux, visualcloze, flux2, flux3, longcat_image, ovis_image, ideogram4, cogvideox_as_meant, ltx,
+    flux, visualcloze, flux3, longcat_image, ovis_image, ideogram4, cogvideox_as_meant, ltx,
     ltx2_keyframe, cosmos3, minimax_h3,
 ]  # fmt: skip
 

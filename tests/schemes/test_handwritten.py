@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from oracle import exact, placed
 
-from mmpos import Grid, Scheme, SegmentTable, Text, place
+from mmpos import Grid, SegmentTable, Text, place
 from mmpos.schemes import (
     Allegro,
     AnyFlowFar,
@@ -40,7 +41,7 @@ IMAGE: list[Segment] = [Text(2), Grid(2, 3), Grid(1, 2)]
 # One line per axis: text | image | reference.
 ROWS = "0 0 | 0 0 0 1 1 1 | 0 0"
 COLUMNS = "0 0 | 0 1 2 0 1 2 | 0 1"
-LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
+LAYOUTS: dict[str, tuple[Any, ...]] = {
     "flux2, steps of 3": (Flux2(reference_step=3), IMAGE, ["0 0 | 0 0 0 0 0 0 | 3 3", ROWS, COLUMNS, "0 1" + " 0" * 8]),
     "flux3, other steps": (
         Flux3(row_step=1, col_step=THIRD), IMAGE,
@@ -117,10 +118,10 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
         JoyImage(text_runs=True), [Grid(1, 4), Text(2), Text(1)],
         ["0 0 0 0 | 4 5 6", "0 0 0 0 | 4 5 6", "0 1 2 3 | 4 5 6"],
     ),
-    "bagel": ("bagel", [Text(2), Thumbnail(1, 2), Grid(1, 2), Text(2)], ["0 1 | 2 2 2 2 | 3 3 | 4 5"]),
+    "bagel": ("bagel", [Text(2), Thumbnail(1, 2), Grid(1, 2), Text(2)], ["0 1 | 2 2 2 2 | 3 3 | 4 5"], 6),
     "omnigen2": (
         "omnigen2", [*IMAGE, Text(1)],
-        ["0 1 | 2 2 2 2 2 2 | 5 5 | 7", "0 1 | 0 0 0 1 1 1 | 0 0 | 7", "0 1 | 0 1 2 0 1 2 | 0 1 | 7"],
+        ["0 1 | 2 2 2 2 2 2 | 5 5 | 7", "0 1 | 0 0 0 1 1 1 | 0 0 | 7", "0 1 | 0 1 2 0 1 2 | 0 1 | 7"], 8,
     ),
     "rows: texts and images on lines": (
         "rows", [Text(3), Grid(2, 3), Text(1), Text(2), Grid(1, 2), Grid(1, 1), Text(1)],
@@ -132,28 +133,28 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
     ),
     "mrope-qwen2.5 at 25 seconds": (
         "mrope-qwen2.5", [Grid(1, 2, frames=3, seconds_per_frame=25), Text(1)],
-        ["0 0 50 50 100 100 | 101", "0 0 0 0 0 0 | 101", "0 1 0 1 0 1 | 101"],
+        ["0 0 50 50 100 100 | 101", "0 0 0 0 0 0 | 101", "0 1 0 1 0 1 | 101"], 102,
     ),
     "mrope-qwen2.5 at 3/4 seconds": (
-        "mrope-qwen2.5", [Grid(1, 1, frames=5, seconds_per_frame=0.75)], ["0 1 3 4 6", "0 0 0 0 0", "0 0 0 0 0"],
+        "mrope-qwen2.5", [Grid(1, 1, frames=5, seconds_per_frame=0.75)], ["0 1 3 4 6", "0 0 0 0 0", "0 0 0 0 0"], 7,
     ),
     "mrope-qwen2.5 just before a second": (
-        "mrope-qwen2.5", [Grid(1, 1, frames=2, seconds_per_frame=1 - Fraction(1, 10**9))], ["0 1", "0 0", "0 0"],
+        "mrope-qwen2.5", [Grid(1, 1, frames=2, seconds_per_frame=1 - Fraction(1, 10**9))], ["0 1", "0 0", "0 0"], 2,
     ),
     "mrope-qwen2.5 with a rate that cancels": (  # before limits are checked
         MRopeQwen25(tokens_per_second=1 / ALMOST),
         [Grid(1, 1, frames=9, seconds_per_frame=ALMOST)],
-        ["0 1 2 3 4 5 6 7 8", "0 " * 9, "0 " * 9],
+        ["0 1 2 3 4 5 6 7 8", "0 " * 9, "0 " * 9], 9,
     ),
     "mrope-qwen3, the example of Hy4's get_rope_index": (  # separators are one more column
         "mrope-qwen3",
         [Grid(2, 2, row_separator=True), Grid(2, 2, row_separator=True), Text(1)],
-        ["0 0 0 0 0 0 | 3 3 3 3 3 3 | 6", "0 0 0 1 1 1 | 3 3 3 4 4 4 | 6", "0 1 2 0 1 2 | 3 4 5 3 4 5 | 6"],
+        ["0 0 0 0 0 0 | 3 3 3 3 3 3 | 6", "0 0 0 1 1 1 | 3 3 3 4 4 4 | 6", "0 1 2 0 1 2 | 3 4 5 3 4 5 | 6"], 7,
     ),
     "xd-rope of 5 axes from image 4": (  # a separator is in the next column
         XDRope(axes=5, first_image=4),
         [Grid(1, 2, row_separator=True), Text(1), Grid(2, 1)],
-        ["0 1 2 | 3 | 4 5", "0 1 2 | 3 | 4 5", "0 1 2 | 3 | 0 0", "0 0 0 | 3 | 0 1", "4 4 4 | 3 | 5 5"],
+        ["0 1 2 | 3 | 4 5", "0 1 2 | 3 | 4 5", "0 1 2 | 3 | 0 0", "0 0 0 | 3 | 0 1", "4 4 4 | 3 | 5 5"], 6,
     ),
     # The canvas is 2×4 and begins at 2; columns 0 and 1 of the thumbnail are columns 0 and 3 of the canvas.
     "mrope-canvas, a thumbnail over two tiles": (
@@ -163,12 +164,12 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
             "0 1 | 2 2 2 2 2 2 | 2 2 2 2 2 2 | 2 2 2 2 2 2 2 | 7",
             "0 1 | 1 2 2 3 3 4 | 2 2 2 3 3 3 | 2 2 2 3 3 3 2 | 7",
             "0 1 | 1 2 5 2 5 6 | 2 2 3 2 3 3 | 4 4 5 4 5 5 2 | 7",
-        ],
+        ], 8,
     ),
     # The canvas is 2×2 and begins at 0, so the marker before the thumbnail cannot be at -1.
     "mrope-canvas, tokens that end a row": (
         "mrope-canvas", [Thumbnail(1, 1, tokens_after=2), Tile(1, 2, tokens_after=1), Tile(1, 2)],
-        ["0 0 0 0 0 | 0 0 0 0 0 | 0 0 0 0", "0 0 2 0 0 | 0 0 0 0 0 | 1 1 1 1", "0 0 2 0 0 | 0 0 1 1 2 | 0 0 1 1"],
+        ["0 0 0 0 0 | 0 0 0 0 0 | 0 0 0 0", "0 0 2 0 0 | 0 0 0 0 0 | 1 1 1 1", "0 0 2 0 0 | 0 0 1 1 2 | 0 0 1 1"], 3,
     ),
     # A 1×2 thumbnail begins at 5 and consumes max(1, 2) + 1 ids; a grid has no markers and begins at 8.
     "mrope-canvas without tiles": (
@@ -178,54 +179,39 @@ LAYOUTS: dict[str, tuple[str | Scheme, list[Segment], list[str]]] = {
             "0 1 2 3 4 | 5 5 5 5 5 | 8 8 | 11 11 11 11 | 14",
             "0 1 2 3 4 | 4 5 5 6 5 | 8 8 | 10 11 12 13 | 14",
             "0 1 2 3 4 | 4 5 6 7 5 | 8 9 | 10 11 11 12 | 14",
-        ],
+        ], 15,
     ),
     # A row of two tiles and a row of one tile become a row of three; its end token is in column 3.
     "mrope-canvas, rows of unequal lengths": (
         "mrope-canvas", [Thumbnail(1, 1), Tile(1, 1), Tile(1, 1, tokens_after=1), Tile(1, 1)],
-        ["0 0 0 | 0 0 0 | 0 0 0 0 | 0 0 0", "0 0 1 | 0 0 0 | 0 0 0 0 | 0 0 0", "0 0 3 | 0 0 0 | 1 1 1 3 | 2 2 2"],
+        ["0 0 0 | 0 0 0 | 0 0 0 0 | 0 0 0", "0 0 1 | 0 0 0 | 0 0 0 0 | 0 0 0", "0 0 3 | 0 0 0 | 1 1 1 3 | 2 2 2"], 4,
     ),
     # Such a tile moves only the next position.
     "mrope-canvas, a tile beyond the canvas": (
         "mrope-canvas", [Thumbnail(1, 1), Tile(1, 1), Tile(5, 1), Text(1)],
         ["0 0 0 | 0 0 0 | 0 0 0 0 0 0 0 | 3", "0 0 1 | 0 0 0 | 0 0 1 2 3 4 4 | 3", "0 0 2 | 0 0 0 | 1 1 1 1 1 1 1 | 3"],
+        5,
     ),
     "mrope-canvas, a tile just beyond the canvas": (
         "mrope-canvas", [Thumbnail(1, 1), Tile(1, 1), Tile(2, 1), Text(1)],
-        ["0 0 0 | 0 0 0 | 0 0 0 0 | 3", "0 0 1 | 0 0 0 | 0 0 1 1 | 3", "0 0 2 | 0 0 0 | 1 1 1 1 | 3"],
+        ["0 0 0 | 0 0 0 | 0 0 0 0 | 3", "0 0 1 | 0 0 0 | 0 0 1 1 | 3", "0 0 2 | 0 0 0 | 1 1 1 1 | 3"], 4,
     ),
 }  # fmt: skip
-"""Settings, roles and segments that neither diffusers' classes nor the golden file have."""
-
-NEXT = {
-    "bagel": 6,
-    "omnigen2": 8,
-    "mrope-qwen2.5 at 25 seconds": 102,
-    "mrope-qwen2.5 at 3/4 seconds": 7,
-    "mrope-qwen2.5 just before a second": 2,
-    "mrope-qwen2.5 with a rate that cancels": 9,
-    "mrope-qwen3, the example of Hy4's get_rope_index": 7,
-    "xd-rope of 5 axes from image 4": 6,
-    "mrope-canvas, a thumbnail over two tiles": 8,
-    "mrope-canvas, tokens that end a row": 3,
-    "mrope-canvas without tiles": 15,
-    "mrope-canvas, rows of unequal lengths": 4,
-    "mrope-canvas, a tile beyond the canvas": 5,
-    "mrope-canvas, a tile just beyond the canvas": 4,
-}
-"""The next position of each document that has one."""
+"""Settings, roles and segments that neither diffusers' classes nor the conformance cases have: a scheme, a document,
+its ids, and the next position if there is one.
+"""
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_ids_equal_handwritten_ids_and_documents_of_a_batch_are_independent(case: str) -> None:
-    scheme, document, axes = LAYOUTS[case]
+    scheme, document, axes, *following = LAYOUTS[case]
     want = [*zip(*(map(Fraction, line.replace("|", " ").split()) for line in axes), strict=True)]
     positions = place(SegmentTable.from_documents([document, document[:1], document]), scheme)
     assert exact(positions.slice(0, len(want))) == exact(positions)[-len(want) :] == want
-    assert positions.resumable.all() == (case in NEXT)
-    if case in NEXT:
-        assert positions.next_positions[::2].tolist() == [NEXT[case]] * 2
+    assert positions.resumable.all() == bool(following)
+    if following:
+        assert positions.next_positions[::2].tolist() == following * 2
     else:
         assert exact(placed(document, scheme, 5)) == [tuple(value + 5 for value in position) for position in want]
 

@@ -58,12 +58,6 @@ def test_missing_seconds_are_not_guessed(scheme: str) -> None:
             placed([Grid(1, 1, first_frame=80)], scheme)
 
 
-def test_the_floor_of_seconds_is_exact() -> None:
-    """0.29 · 2 · 50 is 29, although the product of binary floats is below 29."""
-    video = placed([Grid(1, 1, frames=101, seconds_per_frame=0.29)], get_scheme("mrope-qwen2.5"))
-    assert video.dense()[0].tolist() == [29 * 2 * t // 100 for t in range(101)]
-
-
 def test_xd_rope_counting_over_the_batch_continues_after_the_number_of_the_last_image() -> None:
     """The last of four one-token documents has ids 0, 0, 0, 3, so its next position is 4."""
     segments = SegmentTable.from_documents([[Grid(1, 1)]] * 4)

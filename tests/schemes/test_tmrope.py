@@ -219,14 +219,10 @@ def short(frames: int, seconds: Fraction | int) -> Grid:
         (lambda: TMRope(seconds_per_chunk=F(1, 99)), InvalidInputError, "TMRope.seconds_per_chunk: got 1/99, want at"),
         (lambda: TMRope(seconds_per_chunk=-1), InvalidInputError, "TMRope.seconds_per_chunk: got -1, want an"),
         (lambda: TMRopeQwen3(engine="vllm"), InvalidInputError, "TMRopeQwen3.engine: got 'vllm', want one of"),  # type: ignore[arg-type]
-        (
-            lambda: placed([short(2, F(1, prime)) for prime in (65537, 65539)], "tmrope-qwen3"), LimitExceededError,
-            "documents[0]: got times without a common denominator below 2**31, want times with one",
-        ),
-        (
-            lambda: placed([short(2**27, F(2**31 - 1, 2))], "tmrope-qwen3"), LimitExceededError,
-            "scheme 'tmrope-qwen3': got ids beyond 2**61 in units of their times, want smaller ids",
-        ),
+        (lambda: placed([short(2, F(1, prime)) for prime in (65537, 65539)], "tmrope-qwen3"), LimitExceededError,
+         "documents[0]: got times without a common denominator below 2**31, want times with one"),
+        (lambda: placed([short(2**27, F(2**31 - 1, 2))], "tmrope-qwen3"), LimitExceededError,
+         "scheme 'tmrope-qwen3': got ids beyond 2**61 in units of their times, want smaller ids"),
     ],
 )  # fmt: skip
 def test_invalid_schemes_and_times_are_refused(make: Callable[[], object], error: type[MmposError], words: str) -> None:

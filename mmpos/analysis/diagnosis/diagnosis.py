@@ -47,7 +47,7 @@ class Diagnosis:
         unknown_tokens: number of tokens that were not compared because an id could not be read from their keys.
         wrong: (tokens,) whether each token differs, document after document; None if all are equal.
         owner: (tokens,) the document of each token.
-        segment_starts: (segments,) the first token of each segment; None if the segments are unknown.
+        segment_starts: (segments,) the first token of each segment; None if all ids are equal.
     """
 
     equal: bool
@@ -113,10 +113,10 @@ class Diagnosis:
     @property
     def token_map(self) -> str:
         """A map of right and wrong tokens, as HTML; empty if all ids are equal."""
-        if self.wrong is None or self.owner is None:
+        if self.wrong is None or self.owner is None or self.segment_starts is None:
             return ""
         offsets = np.searchsorted(self.owner, np.arange(self.num_documents + 1))
-        return html.token_map(self.wrong, offsets, ("right", "wrong"), segment_starts=self.segment_starts)
+        return html.token_map(self.wrong, offsets, self.segment_starts, ("right", "wrong"))
 
     def _repr_html_(self) -> str:
         """Show the sentences and the map of tokens in a notebook."""

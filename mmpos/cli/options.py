@@ -215,6 +215,9 @@ def _input() -> Specs:
     return Specs(specs)
 
 
+_NUMBER = "[0-9]{1,640}"  # any number of digits that int() reads, so that a larger one is refused as too large
+
+
 def read_spec(argument: str) -> Document:
     """Read a spec such as ``3,2x3,2`` or ``4x2x3@1/24``, a video of 1/24 seconds per frame.
 
@@ -225,7 +228,7 @@ def read_spec(argument: str) -> Document:
     for i, piece in enumerate(argument.split(",")):
         name = f"SPEC {argument!r}, part {i + 1}"
         sides, _, seconds = piece.strip().partition("@")
-        if not re.fullmatch(r"[0-9]{1,12}(([x×][0-9]{1,12}){1,2}(@[0-9]{1,9}(/[1-9][0-9]{0,8})?)?)?", piece.strip()):
+        if not re.fullmatch(rf"{_NUMBER}(([x×]{_NUMBER}){{1,2}}(@{_NUMBER}(/[1-9][0-9]{{0,639}})?)?)?", piece.strip()):
             raise InvalidInputError(f"{name}: got {piece!r}, want {_WANT_PART}")
         numbers, time = [int(number) for number in re.split("[x×]", sides)], Fraction(seconds) if seconds else None
         grid = len(numbers) > 1

@@ -114,6 +114,7 @@ MISTAKES = [
     ("[limits]\ntokens = 1\n", f"limits: got an unknown setting, {KNOWN}"),
     ("request_bytes = 67108865\n", "request_bytes: got 67108865, want <= 67108864"),
     ("streams_per_connection = 0\n", "streams_per_connection: got 0, want >= 1"),
+    ("log_sample = 2147483648\n", "log_sample: got 2147483648, want <= 2147483647"),
     ("schemes = 'a:B'\n", "schemes: got 'a:B', want a list of \"module:Class\""),
     ("schemes = [1]\n", "schemes[0]: got 1, want text"),
     ("[profiles]\n", "profiles: want at least one, each with a name"),

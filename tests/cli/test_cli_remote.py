@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 from certificates import make_certificate
 from fake_server import Fake, echo, serving
-from waiting import without_torch
 
 from mmpos.cli.options import make_scheme
 from mmpos_server.access import TlsFiles
@@ -124,7 +124,7 @@ def test_tls_errors_name_the_option_to_change(command: list[str], run: Run, tmp_
 def test_a_failed_handshake_prints_only_its_error(server: str, tmp_path: Path) -> None:
     cert, _ = make_certificate(tmp_path, "server")
     command = [sys.executable, "-m", "mmpos", "remote", "health", "--server", server, "--tls-ca", str(cert)]
-    environment = {name: value for name, value in without_torch(tmp_path).items() if name != "GRPC_VERBOSITY"}
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr == f"mmpos: error: {server}: tls: the server does not use TLS, want no --tls-ca\n"
 
@@ -145,9 +145,9 @@ def test_a_server_that_does_not_answer_causes_a_one_line_error_with_the_remedy(
         assert fail("remote", "info", "--server", address, "--timeout", "0.2") == (4, message)
 
 
-def test_serve_runs_until_terminated(run: Run, tmp_path: Path) -> None:
+def test_serve_runs_until_terminated(run: Run) -> None:
     command = [sys.executable, "-m", "mmpos", "serve", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_torch(tmp_path)) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().removeprefix("mmpos_server listening on ").strip()

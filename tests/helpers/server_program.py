@@ -26,14 +26,14 @@ class Program:
     log: Path
 
     @classmethod
-    def launch(cls, log: Path, *arguments: str, environment: dict[str, str] | None = None, before: str = "") -> Self:
+    def launch(cls, log: Path, *arguments: str, before: str = "") -> Self:
         """Start a server on a free port, and wait for its address; its process runs the code ``before`` first."""
         program = ["-c", f"{before}\nimport sys, mmpos_server.__main__ as program\nsys.exit(program.main())"]
         command = [sys.executable, *(program if before else ["-m", "mmpos_server"]), *arguments]
         if "--listen" not in arguments:
             command += ["--listen", "127.0.0.1:0"]
         with log.open("w") as err:  # a file, since a pipe that nobody reads would block a server that logs
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True)
         assert process.stdout is not None
         line = process.stdout.readline()
         assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()

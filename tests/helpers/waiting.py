@@ -1,8 +1,7 @@
-"""Wait for conditions, read /proc, and provide ports and environments for servers."""
+"""Wait for conditions, read /proc, and find free ports."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
@@ -17,14 +16,6 @@ def eventually(condition: Callable[[], bool]) -> bool:
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return holds
-
-
-def without_torch(folder: Path) -> dict[str, str]:
-    """Return an environment in which programs run without torch, since importing it takes seconds."""
-    lines = ["import sys", "sys.modules['torch'] = sys.modules['torchvision'] = None"]
-    (folder / "sitecustomize.py").write_text("\n".join(lines))
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
 
 
 def free_port() -> int:

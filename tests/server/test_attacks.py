@@ -26,7 +26,7 @@ import pytest
 from attacks import ATTACKS, HEALTH, Tally, attacker, rounds
 from server_program import Program
 from serving import serving
-from waiting import descendants, eventually, without_torch
+from waiting import descendants, eventually
 
 from mmpos import Grid, SegmentTable, Text, place
 from mmpos.client import AsyncClient
@@ -120,7 +120,7 @@ async def attack(
 def test_a_server_withstands_attacks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     seconds, seed, only = (request.config.getoption(f"--attack-{name}") for name in ("seconds", "seed", "only"))
     long = seconds >= 60
-    server = Program.launch(tmp_path / "log", environment=without_torch(tmp_path), before=LIMITED)
+    server = Program.launch(tmp_path / "log", before=LIMITED)
     try:
         more_mib = 10 if long else 400  # caches and arenas still fill during the first seconds
         attacking = attack(server.address, server.process.pid, seconds, seed, only, more_mib)

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from server_program import Program
 from serving import Serve, Serving, serving
-from victim import Victim, victim
+from victim import SETTINGS, Victim
 
 
 @pytest.fixture
@@ -23,7 +24,16 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture(scope="session")
-def hardy() -> Iterator[Victim]:
+def hardy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     """Yield a server that receives broken, strange and oversized requests."""
-    with victim() as result:
-        yield result
+    folder = tmp_path_factory.mktemp("hardy")
+    (folder / "mmpos.toml").write_text(SETTINGS)
+    program = Program.launch(folder / "log", "--config", str(folder / "mmpos.toml"), "--rotations")
+    server = Victim(program.process.pid, program.address)
+    try:
+        yield server
+        assert program.process.poll() is None, "the server has died"
+        assert server.call("InfoService/GetInfo", b"").status == "OK"
+    finally:
+        server.channel.close()
+        program.kill()

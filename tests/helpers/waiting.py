@@ -1,13 +1,18 @@
-"""Wait for conditions, read /proc, and find free ports."""
+"""Wait for conditions and coroutines, read /proc, and find free ports."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -16,6 +21,16 @@ def eventually(condition: Callable[[], bool]) -> bool:
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return holds
+
+
+def bounded(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run an asynchronous test in an event loop of its own, for at most five minutes."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 300))
+
+    return run
 
 
 def free_port() -> int:

@@ -49,16 +49,11 @@ photo = min(Path(mmpos.__file__).with_name("photos").glob("*.jpg")).read_bytes()
 mmpos.ImageProcessor(backend="pillow").process(photo)
 """
 SERVE = """
-import subprocess, sys
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
-command = [sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0"]
-with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-    try:
-        with Client(server.stdout.readline().split()[-1]) as client:
-            assert client.place(SegmentTable.from_documents([[Text(2)]])).dense().shape == (2, 2)
-    finally:
-        server.terminate()
+from mmpos_server.testing import running
+with running() as address, Client(address) as client:
+    assert client.place(SegmentTable.from_documents([[Text(2)]])).dense().shape == (2, 2)
 """
 EXTRAS = {
     "": PLACE,

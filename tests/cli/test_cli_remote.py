@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from certificates import make_certificate
 from fake_server import Fake, echo, serving
+from serving import KeptLogs
 
 from mmpos.cli.options import make_scheme
 from mmpos_server.access import TlsFiles
@@ -118,6 +119,29 @@ def test_tls_errors_name_the_option_to_change(command: list[str], run: Run, tmp_
         untrusted = f"mmpos: error: {address}: --tls-ca: cannot verify the server's certificate\n"
         assert run("remote", *command, "--server", address, "--tls-ca", str(other)) == (4, "", untrusted)
         assert run("remote", *command, "--server", address, "--tls-ca", str(cert))[0] == 0
+
+
+def test_the_command_line_reads_a_token(run: Run, tmp_path: Path) -> None:
+    tokens, file = tmp_path / "tokens", tmp_path / "token"
+    tokens.write_text("alice secret-secret-secret\n")
+    file.write_text("secret-secret-secret")
+    with running(listen=Listen(token_file=tokens), logs=KeptLogs()) as address:
+        for command in (["positions", "3"], ["info"], ["health"]):
+            done = run("remote", *command, "--server", address, "--token-file", str(file))
+            assert done[::2] == (0, "")
+        message = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
+        assert run("remote", "positions", "3", "--server", address) == (2, "", message)
+
+
+def test_the_command_line_uses_a_client_certificate(run: Run, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "localhost")
+    carol, secret = make_certificate(tmp_path, "carol")
+    with running(listen=Listen(tls=TlsFiles(cert, key, carol)), logs=KeptLogs()) as address:
+        command = ["remote", "positions", "3", "--server", address, "--tls-ca", str(cert), "--timeout", "20"]
+        assert run(*command, "--tls-cert", str(carol), "--tls-key", str(secret))[::2] == (0, "")
+        assert run(*command)[0] == 4
+    message = "mmpos: error: tls.certificate requires tls.key\n"
+    assert run("remote", "info", "--tls-cert", str(carol)) == (2, "", message)
 
 
 @pytest.mark.slow  # another process, since gRPC reads its environment once

@@ -104,11 +104,6 @@ class Connection:
             self.h2.end_stream(stream)
             self.flush()
 
-    def open(self, stream: int, size: int) -> None:
-        """Allow the server to send ``size`` more bytes on a stream."""
-        self.h2.increment_flow_control_window(size, stream)
-        self.flush()
-
     def ended(self, stream: int) -> tuple[str, bytes]:
         """Wait for the end of a call, and return its status name and all received data, including the status message.
 
@@ -173,12 +168,3 @@ class Connection:
                 self._ends[event.stream_id] = STATUSES.get(number, number.decode())
                 data = self._received.get(event.stream_id, b"")
                 self._received[event.stream_id] = data + headers.get(b"grpc-message", b"")
-
-
-def closed_at_once(address: str) -> bool:
-    """Return whether a server closes a connection that sends nothing more."""
-    try:
-        with Connection(address) as connection:
-            return connection.closed()
-    except ConnectionError:  # closed before the first frames were sent
-        return True

@@ -27,7 +27,7 @@ from mmpos.support.program import EXIT_CODES, STDIN, console, write_output
 if TYPE_CHECKING:
     from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 
-_ORDER = (
+_ORDER = [
     "demo",
     "positions",
     "check",
@@ -42,7 +42,7 @@ _ORDER = (
     "preprocess",
     "data",
     "bench",
-)
+]
 
 _ELSEWHERE = {"serve": ("mmpos_server.options", "server"), "bench": ("mmpos_bench.command", "cli")}
 """Commands of other packages, which replace the placeholders below: their modules, and the extras they require."""

@@ -27,22 +27,10 @@ from mmpos.support.program import EXIT_CODES, STDIN, console, write_output
 if TYPE_CHECKING:
     from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 
-_ORDER = [
-    "demo",
-    "positions",
-    "check",
-    "plot",
-    "explore",
-    "probe",
-    "explain",
-    "schemes",
-    "info",
-    "serve",
-    "remote",
-    "preprocess",
-    "data",
-    "bench",
-]
+_ORDER = (
+    *("demo", "positions", "check", "plot", "explore", "probe", "explain", "schemes", "info", "serve", "remote"),
+    *("preprocess", "data", "bench"),
+)
 
 _ELSEWHERE = {"serve": ("mmpos_server.options", "server"), "bench": ("mmpos_bench.command", "cli")}
 """Commands of other packages, which replace the placeholders below: their modules, and the extras they require."""

@@ -56,36 +56,49 @@ next position 16, delta 5
     )
 
 
-def test_a_long_document_is_printed_as_one_line_per_segment(printed: Printed) -> None:
-    lines = printed("positions", "100,2x24x24,300", "--scheme", "mrope", "--start", "7").splitlines()
-    assert lines[0] == "1,552 tokens, scheme mrope, positions (frame, row, col)"
-    assert [line.split()[0] for line in lines[4:] if line] == ["0–99", "100–1251", "+(0,", "1252–1551", "next"]
-    assert max(map(len, lines)) == 100
+TWENTY = ",".join(["1,1x1"] * 20)
 
 
-def test_fractions_are_printed_as_fractions(printed: Printed) -> None:
-    lines = printed("positions", "1,1x2", "--scheme", "v2pe").splitlines()
-    assert (lines[5], lines[8]) == ("1–2      grid 1×2   1/4     1/2    row +1/2, col +1/4", "   id  0  1/4  1/2")
-
-
-def test_documents_are_numbered_and_a_missing_next_position_is_explained(printed: Printed) -> None:
-    lines = printed("positions", "1", "2,1x1", "--scheme", "rows").splitlines()
-    assert lines[0] == "document 1: 1 token, scheme rows, positions (row, col)"
-    assert lines[12] == "document 2: 3 tokens, scheme rows, positions (row, col)"
-    assert [line for line in lines if line.startswith("no next")] == [
-        "no next position: in rows the end is not a single integer id"
-    ] * 2
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            "100,2x24x24,300 -s mrope --start 7",
+            {
+                0: "1,552 tokens, scheme mrope, positions (frame, row, col)",
+                3: "─" * 100,
+                4: "0–99        text 100       (7, 7, 7)         (106, 106, 106)   token +1",
+                6: f"{'+(0, 0, 1)':>73}",
+                9: "next position 431, delta -1128",
+            },
+        ),
+        ("1,1x2 -s v2pe", {5: "1–2      grid 1×2   1/4     1/2    row +1/2, col +1/4", 8: "   id  0  1/4  1/2"}),
+        (
+            "1 2,1x1 -s rows",
+            {
+                0: "document 1: 1 token, scheme rows, positions (row, col)",
+                10: "no next position: in rows the end is not a single integer id",
+                12: "document 2: 3 tokens, scheme rows, positions (row, col)",
+            },
+        ),
+        (
+            TWENTY,
+            {
+                19: "15       grid 1×1           (30, 30)   (30, 30)   row +(2, 0), col +(0, 2)",
+                20: "…        20 more segments   …          …          …",
+                21: "36       text 1             (72, 72)   (72, 72)   token +1",
+            },
+        ),
+    ],
+)
+def test_documents_are_printed_as_one_line_per_segment(arguments: str, lines: dict[int, str], printed: Printed) -> None:
+    output = printed("positions", *arguments.split()).splitlines()
+    assert {number: output[number] for number in lines} == lines
 
 
 def test_long_lists_of_segments_and_documents_are_shortened(printed: Printed) -> None:
-    lines = printed("positions", ",".join(["1,1x1"] * 20)).splitlines()
-    assert lines[19:22] == [
-        "15       grid 1×1           (30, 30)   (30, 30)   row +(2, 0), col +(0, 2)",
-        "…        20 more segments   …          …          …",
-        "36       text 1             (72, 72)   (72, 72)   token +1",
-    ]
     assert printed("positions", *["1"] * 11).endswith("\n… and 3 more documents (--json prints them all)\n")
-    second = printed("positions", "1", ",".join(["1,1x1"] * 20))
+    second = printed("positions", "1", TWENTY)
     assert (second.count("grid 1×1"), "20 more segments" in second) == (10, True)
 
 

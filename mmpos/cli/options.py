@@ -123,6 +123,7 @@ def _parameter(assignment: str) -> tuple[str, object]:
 Document = list[Segment]
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+_NUMBER = "[0-9]{1,640}"  # any number of digits that int() reads, so that a larger one is refused as too large
 _WANT_PART = "a text run such as 3, an image such as 2x3 or a video such as 4x2x3@1/24"
 _WANT_GRID = "[height, width] or [frames, height, width]"
 _WANT_FILE = '{"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
@@ -213,9 +214,6 @@ def _input() -> Specs:
     if not specs:
         raise InvalidInputError(f"{name}: got nothing, want specs (one per line), a JSON file or an image")
     return Specs(specs)
-
-
-_NUMBER = "[0-9]{1,640}"  # any number of digits that int() reads, so that a larger one is refused as too large
 
 
 def read_spec(argument: str) -> Document:

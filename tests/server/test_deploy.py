@@ -58,19 +58,6 @@ def options_of(arguments: list[str]) -> dict[str, Any]:
     return typer.main.get_command(app).make_context("mmpos_server", list(arguments)).params
 
 
-def unit_arguments() -> list[str]:
-    (line,) = lines_of("mmpos.service", "ExecStart")
-    python, *arguments = shlex.split(line)
-    assert (python, arguments[:2]) == ("/opt/mmpos/bin/python", ["-m", "mmpos_server"])
-    return arguments[2:]
-
-
-def image_arguments() -> list[str]:
-    (line,) = (line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("CMD "))
-    arguments: list[str] = json.loads(line.removeprefix("CMD "))
-    return arguments
-
-
 def test_the_dockerfile_breaks_no_rule_and_copies_files_that_exist() -> None:
     command = [str(HADOLINT), "--format", "json", str(DEPLOY / "Dockerfile")]
     assert json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout) == []
@@ -86,10 +73,13 @@ def test_the_manifests_agree_with_each_other_and_with_the_program() -> None:
     selectors += [KINDS["Service"]["spec"]["selector"], KINDS["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]]
     assert selectors == [POD["metadata"]["labels"]] * 4
     ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
-    for arguments in (CONTAINER["args"], image_arguments()):
+    (image,) = re.findall(r"^CMD (.*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    for arguments in (CONTAINER["args"], json.loads(image)):
         options = options_of(arguments)
         assert (options["listen"], options["metrics"]) == ([f"0.0.0.0:{ports['grpc']}"], f"0.0.0.0:{ports['page']}")
-    assert options_of(unit_arguments())["metrics"] == "127.0.0.1:9090"
+    (line,) = lines_of("mmpos.service", "ExecStart")
+    command = "/opt/mmpos/bin/python -m mmpos_server "
+    assert options_of(shlex.split(line.removeprefix(command)))["metrics"] == "127.0.0.1:9090"
     probes = {name: CONTAINER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
     is_ready, is_live = {"path": "/readyz", "port": "page"}, {"path": "/livez", "port": "page"}
     assert probes == {"startup": is_ready, "readiness": is_ready, "liveness": is_live}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -68,9 +69,16 @@ Start = Callable[..., Program]
 """Start a server with these arguments; it is killed at the end of the test."""
 
 
+def answer(port: int, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
+    """Return the status and the text with which a page answers."""
+    with closing(http.client.HTTPConnection(host, port, timeout=300)) as connection:
+        connection.request(method, path)
+        with connection.getresponse() as response:
+            return response.status, response.read().decode()
+
+
 def metrics_of(port: int) -> dict[str, float]:
     """Read the metrics page, omitting histogram buckets."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as response:
-        lines = response.read().decode().splitlines()
+    lines = answer(port, "/metrics")[1].splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket" not in line]
     return {name: float(value) for name, value in pairs}

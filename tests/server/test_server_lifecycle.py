@@ -8,15 +8,13 @@ import socket
 import stat
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from server_program import Program, Start, metrics_of
+from server_program import Program, Start, answer, metrics_of
 from waiting import alive, descendants, eventually, free_port
 
 from mmpos import SegmentTable, Text
@@ -36,12 +34,7 @@ def answered(address: str, token: str | None = None) -> bool:
 
 
 def ready(page: int) -> int:
-    """Return the status of a page's readiness."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{page}/readyz", timeout=300) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+    return answer(page, "/readyz")[0]
 
 
 def events(server: Program) -> list[str]:

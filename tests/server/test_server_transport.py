@@ -16,7 +16,7 @@ from grpc_calls import Stream, ending, refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http2 import Connection, message
 from serving import CHECK, LARGE, PLACE, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
-from waiting import eventually
+from waiting import bounded, eventually
 
 from mmpos_server import app, arrivals, listening
 from mmpos_server.config import load
@@ -107,7 +107,8 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
         assert connection.ended(watch) == ("OK", message(b"\x08\x01") + message(b"\x08\x02"))  # it stops serving
 
 
-def test_a_stopping_server_does_not_wait_for_clients_that_keep_their_connections(
+@bounded
+async def test_a_stopping_server_does_not_wait_for_clients_that_keep_their_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(app, "_HANG_UP_SECONDS", 0.1)
@@ -119,12 +120,8 @@ def test_a_stopping_server_does_not_wait_for_clients_that_keep_their_connections
             ended.set()
         await ended.wait()
 
-    async def stopped() -> None:
-        transport: Any = SimpleNamespace(stop=stop)
-        async with asyncio.timeout(300):
-            await app.Server(load(), methods=[])._end(transport, 600.0)
-
-    asyncio.run(stopped())
+    transport: Any = SimpleNamespace(stop=stop)
+    await app.Server(load(), methods=[])._end(transport, 600.0)
 
 
 @pytest.mark.parametrize(("path", "half"), [(PLACE, message(b"half", 1000)), (CHECK, b"")])

@@ -136,9 +136,6 @@ def test_large_answers_require_the_documented_limit(server: str, tmp_path: Path)
     assert page(tmp_path, server, "build.js", ten, (", noLimit", "")).startswith(refusal)
 
 
-# buf curl.
-
-
 def test_buf_finds_a_call_through_reflection(server: str) -> None:
     address = f"http://{server}/mmpos.rpc.v1.PositionService/Place"
     data = json.dumps({"query": {"spans": {"lengths": [11], "offsets": [3], "gridThw": [1, 2, 3]}, "dense": {}}})

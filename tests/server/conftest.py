@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 from server_program import Program
-from serving import Serve, Serving, serving
+from serving import Serve, serving
 from victim import SETTINGS, Victim
 
 
@@ -16,11 +15,7 @@ from victim import SETTINGS, Victim
 def serve() -> Iterator[Serve]:
     """Yield a function that starts servers as ``serving`` does, and stop these servers after the test."""
     with ExitStack() as stack:
-
-        def start(**options: Any) -> Serving:
-            return stack.enter_context(serving(**options))
-
-        yield start
+        yield lambda **options: stack.enter_context(serving(**options))
 
 
 @pytest.fixture(scope="session")

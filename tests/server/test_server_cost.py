@@ -48,8 +48,6 @@ def call() -> Iterator[Call]:
     threads.close()
 
 
-# Queries.
-
 IMAGES = Spans([1000], [4 * i + 1 for i in range(250)], [[1, 1, 2]] * 250)
 """501 segments: 250 images with text before, between and after them."""
 

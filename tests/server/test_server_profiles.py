@@ -113,8 +113,6 @@ def test_an_error_names_the_unusable_file(folder: Path, path: str, content: str 
     assert str(raised.value).startswith(f"{folder}/mmpos.toml: profiles.a.{message.format(model=folder / 'model')}")
 
 
-# Schemes of the user's own
-
 MODULE = """
 from dataclasses import dataclass
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from own_schemes import OWN
 from scheme_properties import every_scheme
 
 from mmpos.errors import InvalidInputError
@@ -21,50 +22,6 @@ pytest.importorskip("typer")
 from mmpos.cli.options import make_scheme
 
 Printed = Callable[..., str]
-OWN = '''
-from dataclasses import dataclass
-from typing import ClassVar
-
-from mmpos.schemes import Placement, Scheme
-
-
-@dataclass(frozen=True)
-class Wide(Scheme):
-    """Columns a stride apart."""
-
-    name: ClassVar[str] = "wide"
-    stride: int = 2
-    axes = 2
-
-    def advance(self, grids):
-        return grids.width * self.stride
-
-    def place(self, grids, cursor):
-        return Placement([cursor, cursor], step_row=[1, 0], step_col=[0, self.stride])
-
-
-WIDER = Wide(stride=3)
-NUMBER = 3
-
-
-class Half(Scheme):
-    name = "half"
-
-
-class Failing(Wide):
-    def __init__(self):
-        raise KeyError("size")
-
-
-class Nameless(Scheme):
-    axes = 2
-    advance = place = None
-
-
-class Axisless(Scheme):
-    name = "axisless"
-    advance = place = None
-'''
 
 
 @pytest.fixture(autouse=True)

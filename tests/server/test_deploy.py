@@ -128,14 +128,10 @@ def test_strangers_get_neither_more_threads_nor_more_memory_than_the_page_says(s
     size = 4 * MIB
     (tmp_path / "mmpos.toml").write_text(f"request_bytes = {size}\n")
     server = start("--config", str(tmp_path / "mmpos.toml"), "--metrics", f"127.0.0.1:{free_port()}")
-    process_folder = Path(f"/proc/{server.process.pid}")
 
-    def threads() -> int:
-        return len(list((process_folder / "task").iterdir()))
-
-    def peak() -> int:
-        (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", (process_folder / "status").read_text())
-        return 1024 * int(kib)
+    def status(name: str) -> int:
+        """Return the number of threads, or the KiB of the peak memory."""
+        return int(re.findall(rf"{name}:\s+(\d+)", Path(f"/proc/{server.process.pid}/status").read_text())[0])
 
     def upload(number: int) -> None:
         """Begin calls and streams whose messages lack their last byte."""
@@ -143,16 +139,16 @@ def test_strangers_get_neither_more_threads_nor_more_memory_than_the_page_says(s
             for name in ("PositionService/Place", "PositionService/StreamPlace", "SequenceService/StreamBuild") * 3:
                 connection.send(connection.call(f"/mmpos.rpc.v1.{name}"), message(bytes(size - 100))[:-1], end=False)
 
-    before, memory = threads(), peak()
+    before, memory = status("Threads"), status("VmHWM")
     with ExitStack() as stack, ThreadPoolExecutor(16) as uploads:
         for _ in range(10):
             connection = stack.enter_context(Connection(server.address))
             for _ in range(16):
                 connection.call("/mmpos.rpc.v1.PositionService/Place")
         list(uploads.map(upload, range(2, 18)))
-        assert threads() <= before + 2 <= most < tasks
+        assert status("Threads") <= before + 2 <= most < tasks
     held = (MESSAGES + STREAMS // 2) * size  # of 144 messages
-    assert held / 2 < peak() - memory < 2.5 * held
+    assert held / 2 < 1024 * (status("VmHWM") - memory) < 2.5 * held
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:

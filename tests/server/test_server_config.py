@@ -15,7 +15,7 @@ import pytest
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.rpc.v1 import info_pb2
-from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
+from mmpos.schemes import MRopeQwen25, RopeTieV2
 from mmpos.sequence.builder import MarkerIds, Markers, SequenceBuilder
 from mmpos_server.__main__ import main
 from mmpos_server.config import Limits, Profiles, ServerConfig, load
@@ -93,18 +93,6 @@ def test_profiles_are_built_from_their_tables_and_the_first_is_the_default(file:
     assert profiles.get("qwen") is profiles.get(None) is profiles.default is qwen
     with pytest.raises(InvalidInputError, match=r"^profile: got 'x', want one of 'qwen', 'tie'$"):
         profiles.get("x")
-
-
-def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "a": 3, "b": 4}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    model.enable_truncation(1)  # truncates every text, as many tokenizer files do
-    model.save(str(file.parent / "words.json"))
-    builder = built(file, '[profiles.words]\ntokenizer = "words.json"\n').get("words").builder
-    assert (builder.marker_ids, builder.scheme) == (MarkerIds(0, 1, 2), RopeTie())
-    assert builder.build(["b a b"]).input_ids.tolist() == [4, 3, 4]
 
 
 KNOWN = f"want one of {', '.join(SETTINGS)}"

@@ -24,23 +24,14 @@ from mmpos_server.config import Profile, Profiles, ServerConfig, load
 PAGE = Path(__file__).parents[2] / "docs" / "service-operation.md"
 CONFIG = {
     "model_type": "qwen3_vl",
-    **dict(zip(NAMES, range(5, 9), strict=True)),
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "head_dim": 128,
-        "rope_theta": 5_000_000,
-        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
-    },
-    "vision_config": {"model_type": "qwen3_vl", "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    **dict(zip(NAMES, range(5, 9), strict=True)),  # of the test's tokenizer
+    "text_config": {"rope_theta": 5_000_000},
+    "vision_config": {},
 }
-"""The fields of Qwen3-VL-8B that mmpos reads, with the token ids of the test's tokenizer."""
+"""The fields of Qwen3-VL-8B that differ from the defaults of its type."""
 IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
+    "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
 }
 

@@ -285,16 +285,13 @@ def test_help_lists_the_commands_in_a_fixed_order(monkeypatch: pytest.MonkeyPatc
     assert [line.split()[1] for line in lines if re.match(r"│ \w", line)] == commands.split()
 
 
-def test_specs_become_documents() -> None:
-    assert read_specs(["3,2x3,2", "4x2x3@1/24", "1, 2×3"]).documents == [
+def test_specs_and_image_files_become_documents() -> None:
+    assert read_specs(["3,2x3,2", "4x2x3@1/24", "1, 2×3", str(PHOTOS / "chelsea.jpg")]).documents == [
         [Text(3), Grid(2, 3), Text(2)],
         [Grid(2, 3, frames=4, seconds_per_frame=1 / 24)],
         [Text(1), Grid(2, 3)],
+        [Text(1), Grid(8, 11), Text(1)],
     ]
-
-
-def test_image_files_become_documents() -> None:
-    assert read_specs([str(PHOTOS / "chelsea.jpg")]).documents == [[Text(1), Grid(8, 11), Text(1)]]
 
 
 def test_the_photographs_are_small_and_have_licences() -> None:

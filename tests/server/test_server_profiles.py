@@ -31,7 +31,11 @@ CONFIG = {
 """The fields of Qwen3-VL-8B that differ from the defaults of its type."""
 IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
-    "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
 }
 

@@ -27,9 +27,6 @@ from mmpos.segments.kinds import Audio, Clip, Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 from mmpos.support.extras import pip_install
 
-pytest.importorskip("typer")
-
-
 Fail = Callable[..., tuple[int, str]]
 Printed = Callable[..., str]
 PHOTOS = Path(str(resources.files("mmpos"))) / "photos"

@@ -17,8 +17,6 @@ from mmpos.cli.options import as_config
 from mmpos.errors import InvalidInputError
 from mmpos.segments.kinds import Grid, Text
 
-pytest.importorskip("typer")
-
 Fail = Callable[..., tuple[int, str]]
 Run = Callable[..., tuple[int, str, str]]
 Check = Callable[..., tuple[int, str]]

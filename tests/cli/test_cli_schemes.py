@@ -14,12 +14,9 @@ import pytest
 from own_schemes import OWN
 from scheme_properties import every_scheme
 
+from mmpos.cli.options import make_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
-
-pytest.importorskip("typer")
-
-from mmpos.cli.options import make_scheme
 
 Printed = Callable[..., str]
 
@@ -112,7 +109,6 @@ def test_user_defined_schemes_work_in_every_command(printed: Printed) -> None:
 def test_user_defined_schemes_work_in_preprocess_workers(
     run: Callable[..., tuple[int, str, str]], folder: Path
 ) -> None:
-    pytest.importorskip("pyarrow")
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     arguments = ["preprocess", "a.jsonl", "b.jsonl", "-o", "out", "-f", "chat", "-s", "own:Wide", "--workers", "2"]

@@ -10,12 +10,22 @@ from server_program import Program
 from serving import Serve, serving
 from victim import SETTINGS, Victim
 
+from mmpos_server.call import Threads
+
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Yield a function that starts servers as ``serving`` does, and stop these servers after the test."""
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(serving(**options))
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    """Yield the threads of calls."""
+    threads = Threads()
+    yield threads
+    threads.close()
 
 
 @pytest.fixture(scope="session")

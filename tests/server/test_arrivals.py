@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -186,13 +185,6 @@ async def test_a_cancelled_call_stays_cancelled_and_gives_its_place_back() -> No
 
 
 # Threads
-
-
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    threads = Threads()
-    yield threads
-    threads.close()
 
 
 @bounded

@@ -21,9 +21,6 @@ STATUSES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
 CLOSED, OPEN, RESET = "closed", "open", "reset"
 """Outcomes of calls without a status: the connection ended, the call timed out, or the stream was reset."""
 
-_GOAWAY = 7
-"""Type number of GOAWAY frames."""
-
 
 def message(raw: bytes, length: int | None = None, *, compressed: bool = False) -> bytes:
     """Frame a message as gRPC does; ``length`` replaces the true length."""
@@ -145,12 +142,12 @@ class Connection:
         return True
 
     def _without_goaway(self, data: bytes) -> bytes:
-        """Return the complete frames except GOAWAY, after which h2 would ignore the open calls."""
+        """Return the complete frames except GOAWAY (type 7), after which h2 would ignore the open calls."""
         self._pending += data
         frames = b""
         while len(self._pending) >= 9 and len(self._pending) >= (size := 9 + int.from_bytes(self._pending[:3], "big")):
             frame, self._pending = self._pending[:size], self._pending[size:]
-            frames += b"" if frame[3] == _GOAWAY else frame
+            frames += b"" if frame[3] == 7 else frame
         return frames
 
     def _take(self, event: Any) -> None:

@@ -53,44 +53,32 @@ next position 16, delta 5
     )
 
 
-TWENTY = ",".join(["1,1x1"] * 20)
+LONG, SHORT = "100,2x24x24,300 -s mrope --start 7", "1,1x2 -s v2pe"
+BOTH, TWENTY = "1 2,1x1 -s rows", ",".join(["1,1x1"] * 20)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "lines"),
+    ("arguments", "number", "line"),
     [
-        (
-            "100,2x24x24,300 -s mrope --start 7",
-            {
-                0: "1,552 tokens, scheme mrope, positions (frame, row, col)",
-                3: "─" * 100,
-                4: "0–99        text 100       (7, 7, 7)         (106, 106, 106)   token +1",
-                6: f"{'+(0, 0, 1)':>73}",
-                9: "next position 431, delta -1128",
-            },
-        ),
-        ("1,1x2 -s v2pe", {5: "1–2      grid 1×2   1/4     1/2    row +1/2, col +1/4", 8: "   id  0  1/4  1/2"}),
-        (
-            "1 2,1x1 -s rows",
-            {
-                0: "document 1: 1 token, scheme rows, positions (row, col)",
-                10: "no next position: in rows the end is not a single integer id",
-                12: "document 2: 3 tokens, scheme rows, positions (row, col)",
-            },
-        ),
-        (
-            TWENTY,
-            {
-                19: "15       grid 1×1           (30, 30)   (30, 30)   row +(2, 0), col +(0, 2)",
-                20: "…        20 more segments   …          …          …",
-                21: "36       text 1             (72, 72)   (72, 72)   token +1",
-            },
-        ),
+        (LONG, 0, "1,552 tokens, scheme mrope, positions (frame, row, col)"),
+        (LONG, 3, "─" * 100),
+        (LONG, 4, "0–99        text 100       (7, 7, 7)         (106, 106, 106)   token +1"),
+        (LONG, 6, f"{'+(0, 0, 1)':>73}"),
+        (LONG, 9, "next position 431, delta -1128"),
+        (SHORT, 5, "1–2      grid 1×2   1/4     1/2    row +1/2, col +1/4"),
+        (SHORT, 8, "   id  0  1/4  1/2"),
+        (BOTH, 0, "document 1: 1 token, scheme rows, positions (row, col)"),
+        (BOTH, 10, "no next position: in rows the end is not a single integer id"),
+        (BOTH, 12, "document 2: 3 tokens, scheme rows, positions (row, col)"),
+        (TWENTY, 19, "15       grid 1×1           (30, 30)   (30, 30)   row +(2, 0), col +(0, 2)"),
+        (TWENTY, 20, "…        20 more segments   …          …          …"),
+        (TWENTY, 21, "36       text 1             (72, 72)   (72, 72)   token +1"),
     ],
 )
-def test_documents_are_printed_as_one_line_per_segment(arguments: str, lines: dict[int, str], printed: Printed) -> None:
-    output = printed("positions", *arguments.split()).splitlines()
-    assert {number: output[number] for number in lines} == lines
+def test_documents_are_printed_as_one_line_per_segment(
+    arguments: str, number: int, line: str, printed: Printed
+) -> None:
+    assert printed("positions", *arguments.split()).splitlines()[number] == line
 
 
 def test_long_lists_of_segments_and_documents_are_shortened(printed: Printed) -> None:

@@ -315,10 +315,7 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
         (["bogus"], "No such command 'bogus'; see mmpos --help"),
         (["help", "bogus"], "No such command 'bogus'; see mmpos --help"),
         (["positon"], "No such command 'positon'. Did you mean 'positions'? See mmpos --help"),
-        (
-            ["positions", "3", "--jsn"],
-            "No such option: --jsn (Possible options: --json); see mmpos positions --help",
-        ),
+        (["positions", "3", "--jsn"], "No such option: --jsn (Possible options: --json); see mmpos positions --help"),
     ],
 )
 def test_errors_are_one_line(fail: Fail, arguments: list[str], line: str, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from server_program import Program, Start
-from waiting import without_torch
 
 from mmpos.support import native
 
@@ -93,19 +92,13 @@ def full_disk() -> Callable[[int], AbstractContextManager[None]]:
 
 
 @pytest.fixture
-def torchless(tmp_path: Path) -> dict[str, str]:
-    """Return an environment that hides torch, so that programs start quickly."""
-    return without_torch(tmp_path)
-
-
-@pytest.fixture
-def start(tmp_path: Path, torchless: dict[str, str]) -> Iterator[Start]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts servers; after the test, kill these servers."""
     servers: list[Program] = []
 
     def program(*arguments: str, before: str = "") -> Program:
         log = tmp_path / f"{len(servers)}.log"
-        servers.append(Program.launch(log, *arguments, environment=torchless, before=before))
+        servers.append(Program.launch(log, *arguments, before=before))
         return servers[-1]
 
     yield program

@@ -28,20 +28,8 @@ if TYPE_CHECKING:
     from mmpos.sequence.builder import InterleavedSequence, SequenceBuilder
 
 _ORDER = (
-    "demo",
-    "positions",
-    "check",
-    "plot",
-    "explore",
-    "probe",
-    "explain",
-    "schemes",
-    "info",
-    "serve",
-    "remote",
-    "preprocess",
-    "data",
-    "bench",
+    *("demo", "positions", "check", "plot", "explore", "probe", "explain", "schemes", "info", "serve", "remote"),
+    *("preprocess", "data", "bench"),
 )
 
 _ELSEWHERE = {"serve": ("mmpos_server.options", "server"), "bench": ("mmpos_bench.command", "cli")}
@@ -56,7 +44,19 @@ def _contrib_commands() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group="mmpos.commands")}
 
 
-class _Group(TyperGroup):
+class _Naming(TyperGroup):
+    """A group that adds the command's path to an error about an option without its argument, which lacks it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:
+                error.ctx = typer.Context(self, parent=ctx, info_name=ctx.invoked_subcommand)  # type: ignore[attr-defined]
+            raise
+
+
+class _Group(_Naming):
     """A group that lists commands in the order of ``_ORDER``, and imports commands of other packages on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -115,7 +115,7 @@ Start = Annotated[int, typer.Option(help="Id of each document's first token.")]
 
 def group(name: str, summary: str) -> typer.Typer:
     """Add a group of commands to the program; without a command, the group prints its help."""
-    commands = typer.Typer(name=name, invoke_without_command=True, rich_markup_mode="rich")
+    commands = typer.Typer(name=name, cls=_Naming, invoke_without_command=True, rich_markup_mode="rich")
 
     @commands.callback(help=summary)
     def root(context: typer.Context) -> None:

@@ -123,6 +123,7 @@ def _parameter(assignment: str) -> tuple[str, object]:
 Document = list[Segment]
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+_NUMBER = "[0-9]{1,640}"  # any number of digits that int() reads, so that a larger one is refused as too large
 _WANT_PART = "a text run such as 3, an image such as 2x3 or a video such as 4x2x3@1/24"
 _WANT_GRID = "[height, width] or [frames, height, width]"
 _WANT_FILE = '{"documents": [[{"text": 3}, {"grid": [2, 3]}]]}'
@@ -225,7 +226,7 @@ def read_spec(argument: str) -> Document:
     for i, piece in enumerate(argument.split(",")):
         name = f"SPEC {argument!r}, part {i + 1}"
         sides, _, seconds = piece.strip().partition("@")
-        if not re.fullmatch(r"[0-9]{1,12}(([x×][0-9]{1,12}){1,2}(@[0-9]{1,9}(/[1-9][0-9]{0,8})?)?)?", piece.strip()):
+        if not re.fullmatch(rf"{_NUMBER}(([x×]{_NUMBER}){{1,2}}(@{_NUMBER}(/[1-9][0-9]{{0,639}})?)?)?", piece.strip()):
             raise InvalidInputError(f"{name}: got {piece!r}, want {_WANT_PART}")
         numbers, time = [int(number) for number in re.split("[x×]", sides)], Fraction(seconds) if seconds else None
         grid = len(numbers) > 1

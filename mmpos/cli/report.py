@@ -206,9 +206,8 @@ def to_json_text(documents: Sequence[Document], positions: PositionTable, scheme
 
 def json_lines(values: Mapping[str, object]) -> str:
     """Format a JSON object with one key per line."""
-    return (
-        "{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value, default=str)}" for key, value in values.items()) + "}"
-    )
+    lines = (f"{json.dumps(key)}: {json.dumps(value, default=str)}" for key, value in values.items())
+    return "{" + ",\n ".join(lines) + "}"
 
 
 def save(option: str, path: Path, suffix: str, content: bytes) -> None:

@@ -89,11 +89,8 @@ class Forgets(Packer):
         return super().flush()[:-1]
 
 
-class Overfills(Packer):
-    """Packer that packs twice the requested number of tokens."""
-
-    def __init__(self, max_tokens: int, **options: bool) -> None:
-        super().__init__(2 * max_tokens, split_text=options["split_text"], overlong="truncate")
+def overfills(max_tokens: int, **options: bool) -> Packer:
+    return Packer(2 * max_tokens, split_text=options["split_text"], overlong="truncate")
 
 
 @pytest.mark.parametrize("split_text", [False, True])
@@ -102,7 +99,7 @@ def test_packs_that_lose_tokens_or_are_too_long_are_not_timed(
 ) -> None:
     examples = list(mix(30))
     data._prove_packs(examples, 4096, split_text)
-    for wrong, match in ((Forgets, "tokens lost, want"), (Overfills, "want at most 4096")):
+    for wrong, match in ((Forgets, "tokens lost, want"), (overfills, "want at most 4096")):
         monkeypatch.setattr(data, "Packer", wrong)
         with pytest.raises(NotEqualError, match=match):
             data._prove_packs(examples, 4096, split_text)

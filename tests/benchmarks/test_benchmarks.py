@@ -18,11 +18,7 @@ from mmpos_bench.serving import Load, Order, clients, echo, started
 from mmpos_bench.suites import SUITES, run
 
 PLAIN = ["eager formula", "torch.compile", "Transformers"]
-PEERS = {
-    "into new tensors": PLAIN,
-    "forward and backward": PLAIN,
-    FUSED: [*DIFFUSERS],
-}
+PEERS = {"into new tensors": PLAIN, "forward and backward": PLAIN, FUSED: [*DIFFUSERS]}
 """Peers by group of rotations on a CPU."""
 
 ONLY = {

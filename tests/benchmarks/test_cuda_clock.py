@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from mmpos_bench import cuda
 from mmpos_bench.timing import Budget
 
+L2_CACHE_SIZE = 50 << 20
+
 
 class Device:
     """Simulated device and host, timed in cycles; the host queues work that the device executes in order."""
 
-    L2_CACHE_SIZE = 50 << 20
-
     def __init__(self) -> None:
         self.host = self.free = 0  # the host's current time, and when the device finishes all queued work
-        self.slept: list[int] = []
-        self.read: list[int] = []  # number of elements read from each buffer
+        self.slept, self.read = list[int](), list[int]()  # cycles, and the elements of the buffers that were read
 
     def queue(self, host: int, work: int) -> None:
         """Spend ``host`` cycles on the host, then queue ``work`` cycles on the device."""
@@ -30,50 +28,44 @@ class Device:
         self.slept.append(cycles)
         self.queue(10, cycles)
 
-    def ones(self, size: int, **_: object) -> Any:
-        device = self
+    def read_all(self, size: int) -> None:
+        self.read.append(size)
+        self.queue(10, 1000)
 
-        class Buffer:  # supports only reading
-            def sum(self) -> None:
-                device.read.append(size)
-                device.queue(10, 1000)
 
-        return Buffer()
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, 0
 
-    def event(self, **_: object) -> Any:
-        device = self
+    def record(self) -> None:
+        self.device.queue(10, 0)
+        self.at = self.device.free
 
-        class Event:
-            at = 0
+    def query(self) -> bool:
+        return self.at <= self.device.host
 
-            def record(self) -> None:
-                device.queue(10, 0)
-                self.at = device.free
+    def synchronize(self) -> None:
+        self.device.host = max(self.device.host, self.at)
 
-            def query(self) -> bool:
-                return self.at <= device.host
-
-            def synchronize(self) -> None:
-                device.host = max(device.host, self.at)
-
-            def elapsed_time(self, end: Any) -> float:
-                return (end.at - self.at) / 1e3
-
-        return Event()
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) / 1e3
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     simulated = Device()
-    properties = SimpleNamespace(L2_cache_size=Device.L2_CACHE_SIZE)
     api = SimpleNamespace(
         is_available=lambda: True,
         current_device=lambda: 0,
-        get_device_properties=lambda index: properties,
-        Event=simulated.event,
+        get_device_properties=lambda index: SimpleNamespace(L2_cache_size=L2_CACHE_SIZE),
+        Event=lambda **_: Event(simulated),
         _sleep=simulated.sleep,
     )
-    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=api, ones=simulated.ones, float32=None))
+
+    def ones(size: int, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(sum=lambda: simulated.read_all(size))
+
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=api, ones=ones, float32=None))
     return simulated
 
 
@@ -104,7 +96,7 @@ def test_several_times_the_cache_size_is_read_before_every_call(device: Device) 
     assert [timing.median for timing in times.values()] == pytest.approx([100e-6, 300e-6])
     assert [timing.turns for timing in times.values()] == [4, 4]
     assert len(device.read) == len(device.slept)
-    assert min(device.read) * 4 >= 4 * Device.L2_CACHE_SIZE
+    assert min(device.read) * 4 >= 4 * L2_CACHE_SIZE
 
 
 def test_calls_in_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

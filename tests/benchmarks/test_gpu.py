@@ -193,8 +193,6 @@ def test_a_worker_whose_context_is_lost_is_replaced_and_no_other_test_fails(tmp_
     assert counts["tests"] - len(failures) == 11
 
 
-# A whole dry run.
-
 ABSENT = ("typer", "rich", "pydantic", "grpc", "tokenizers", "transformers", "PIL", "mmpos._native")
 
 

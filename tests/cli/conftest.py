@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from mmpos.__main__ import main
 
@@ -26,9 +27,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True, scope="package")
 def commands() -> Iterator[None]:
     """Create typer's commands once, since this takes longer than most of them run."""
-    main = pytest.importorskip("typer.main")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "get_command", cache(main.get_command))
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 
 

@@ -17,8 +17,6 @@ from mmpos.cli.options import as_config
 from mmpos.errors import InvalidInputError
 from mmpos.segments.kinds import Grid, Text
 
-pytest.importorskip("typer")
-
 Fail = Callable[..., tuple[int, str]]
 Run = Callable[..., tuple[int, str, str]]
 Check = Callable[..., tuple[int, str]]
@@ -131,9 +129,8 @@ def test_json_contains_every_field_and_the_sentences(check: Check) -> None:
         "them.",
     }
     printed = json.loads(check([0], "--spec", "1", "--json")[1])
-    assert (printed["equal"], printed["want"], printed["message"]) == (
-        True, None, "All 1 token of 1 document have the ids of rope-tie.",
-    )  # fmt: skip
+    assert (printed["equal"], printed["want"]) == (True, None)
+    assert printed["message"] == "All 1 token of 1 document have the ids of rope-tie."
 
 
 @pytest.mark.parametrize(("ids", "got"), [(np.array([0, np.inf]), ["inf"]), (np.array([0, 1.5], np.longdouble), [1.5])])
@@ -141,24 +138,11 @@ def test_infinite_and_longdouble_ids_are_valid_json(check: Check, ids: npt.Array
     assert json.loads(check(ids, "--spec", "2", "--json")[1])["got"] == got
 
 
-QWEN = {
-    "model_type": "qwen2_5_vl",
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "rope_theta": 1e6,
-    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-    "image_token_id": 1,
-    "vision_start_token_id": 3,
-    "vision_end_token_id": 4,
-    "vision_config": {
-        "hidden_size": 64, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
-        "tokens_per_second": 4,
-    },
-}  # fmt: skip
+QWEN = '{"model_type": "qwen2_5_vl"}'
 
 
 def test_a_config_provides_the_scheme_and_a_file_the_frame_times_of_a_video(check: Check) -> None:
-    Path("config.json").write_text(json.dumps(QWEN))
+    Path("config.json").write_text(QWEN)
     clip = {"grid": [3, 1, 1], "seconds_per_frame": 0.5}
     Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, clip, {"text": 1}]]}))
     arguments = ("--spec", "batch.json", "--config", "config.json")
@@ -178,7 +162,7 @@ def test_the_start_defaults_to_the_first_id_of_the_model(check: Check) -> None:
 
 
 def test_a_config_is_read_from_standard_input(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(json.dumps(QWEN).encode())))
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(QWEN.encode())))
     assert check([[0, 1, 2]] * 3, "--spec", "3", "--config", "-") == (
         0,
         "All 3 tokens of 1 document have the ids of mrope-transformers(tokens_per_second=4).\n",
@@ -188,28 +172,14 @@ def test_a_config_is_read_from_standard_input(check: Check, monkeypatch: pytest.
         as_config(Path("-"))
 
 
-@pytest.mark.parametrize(
-    ("content", "arguments", "line"),
-    [
-        (json.dumps(QWEN), ["-s", "mrope"], "--config cannot be combined with --scheme"),
-        ("{", [], None),
-        ("[" * 100_000, [], None),
-        (None, [], None),
-        ('{"model_type": "blip"}', [], None),
-        ("{}", [], None),
-    ],
-)
-def test_errors_name_an_invalid_config(fail: Fail, content: str | None, arguments: list[str], line: str | None) -> None:
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, None, '{"model_type": "blip"}', "{}"])
+def test_errors_name_an_invalid_config(fail: Fail, content: str | None) -> None:
     np.save("ids.npy", np.arange(3))
     if content is not None:
         Path("config.json").write_text(content)
-    code, message = fail("check", "ids.npy", "--spec", "3", "--config", "config.json", *arguments)
+    code, message = fail("check", "ids.npy", "--spec", "3", "--config", "config.json")
     assert code == 2
-    assert (
-        message == line
-        if line
-        else message.startswith(("config.json:", "config.model_type: got ", "config: got 'config.json', where"))
-    )
+    assert message.startswith(("config.json:", "config.model_type: got ", "config: got 'config.json', where"))
 
 
 def save_archive(path: Path) -> None:
@@ -265,6 +235,7 @@ def test_a_header_with_a_false_size_is_refused_before_allocation(fail: Fail) -> 
     ("arguments", "line"),
     [
         ([], "Missing option '--spec'; see mmpos check --help"),
+        (["--spec", "3", "--config", "-", "-s", "mrope"], "--config cannot be combined with --scheme"),
         (["--spec", "3", "--tolerance", "nan"], "tolerance: got nan, want a finite number >= 0"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from certificates import make_certificate
 from fake_server import Fake, echo, serving
-from waiting import without_torch
+from serving import KeptLogs
 
 from mmpos.cli.options import make_scheme
 from mmpos_server.access import TlsFiles
@@ -120,11 +121,34 @@ def test_tls_errors_name_the_option_to_change(command: list[str], run: Run, tmp_
         assert run("remote", *command, "--server", address, "--tls-ca", str(cert))[0] == 0
 
 
+def test_the_command_line_reads_a_token(run: Run, tmp_path: Path) -> None:
+    tokens, file = tmp_path / "tokens", tmp_path / "token"
+    tokens.write_text("alice secret-secret-secret\n")
+    file.write_text("secret-secret-secret")
+    with running(listen=Listen(token_file=tokens), logs=KeptLogs()) as address:
+        for command in (["positions", "3"], ["info"], ["health"]):
+            done = run("remote", *command, "--server", address, "--token-file", str(file))
+            assert done[::2] == (0, "")
+        message = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
+        assert run("remote", "positions", "3", "--server", address) == (2, "", message)
+
+
+def test_the_command_line_uses_a_client_certificate(run: Run, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "localhost")
+    carol, secret = make_certificate(tmp_path, "carol")
+    with running(listen=Listen(tls=TlsFiles(cert, key, carol)), logs=KeptLogs()) as address:
+        command = ["remote", "positions", "3", "--server", address, "--tls-ca", str(cert), "--timeout", "20"]
+        assert run(*command, "--tls-cert", str(carol), "--tls-key", str(secret))[::2] == (0, "")
+        assert run(*command)[0] == 4
+    message = "mmpos: error: tls.certificate requires tls.key\n"
+    assert run("remote", "info", "--tls-cert", str(carol)) == (2, "", message)
+
+
 @pytest.mark.slow  # another process, since gRPC reads its environment once
 def test_a_failed_handshake_prints_only_its_error(server: str, tmp_path: Path) -> None:
     cert, _ = make_certificate(tmp_path, "server")
     command = [sys.executable, "-m", "mmpos", "remote", "health", "--server", server, "--tls-ca", str(cert)]
-    environment = {name: value for name, value in without_torch(tmp_path).items() if name != "GRPC_VERBOSITY"}
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr == f"mmpos: error: {server}: tls: the server does not use TLS, want no --tls-ca\n"
 
@@ -145,9 +169,9 @@ def test_a_server_that_does_not_answer_causes_a_one_line_error_with_the_remedy(
         assert fail("remote", "info", "--server", address, "--timeout", "0.2") == (4, message)
 
 
-def test_serve_runs_until_terminated(run: Run, tmp_path: Path) -> None:
+def test_serve_runs_until_terminated(run: Run) -> None:
     command = [sys.executable, "-m", "mmpos", "serve", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=without_torch(tmp_path)) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().removeprefix("mmpos_server listening on ").strip()

@@ -11,60 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from own_schemes import OWN
 from scheme_properties import every_scheme
 
+from mmpos.cli.options import make_scheme
 from mmpos.errors import InvalidInputError
 from mmpos.schemes import Grid2D, MRopeQwen25, RopeTie, RopeTieV2
 
-pytest.importorskip("typer")
-
-from mmpos.cli.options import make_scheme
-
 Printed = Callable[..., str]
-OWN = '''
-from dataclasses import dataclass
-from typing import ClassVar
-
-from mmpos.schemes import Placement, Scheme
-
-
-@dataclass(frozen=True)
-class Wide(Scheme):
-    """Columns a stride apart."""
-
-    name: ClassVar[str] = "wide"
-    stride: int = 2
-    axes = 2
-
-    def advance(self, grids):
-        return grids.width * self.stride
-
-    def place(self, grids, cursor):
-        return Placement([cursor, cursor], step_row=[1, 0], step_col=[0, self.stride])
-
-
-WIDER = Wide(stride=3)
-NUMBER = 3
-
-
-class Half(Scheme):
-    name = "half"
-
-
-class Failing(Wide):
-    def __init__(self):
-        raise KeyError("size")
-
-
-class Nameless(Scheme):
-    axes = 2
-    advance = place = None
-
-
-class Axisless(Scheme):
-    name = "axisless"
-    advance = place = None
-'''
 
 
 @pytest.fixture(autouse=True)
@@ -111,17 +65,11 @@ WANT = "want the package.module:Class of a valid Scheme"
         ("rope-tie,", "--scheme: got '', want PARAMETER=VALUE after the comma"),
         ("rope-tie,stride=2", "--scheme: got 'stride' of 'rope-tie', want axes"),
         ("flatten,axes=2", "--scheme: got 'axes' of 'flatten', want no parameter"),
-        (
-            "grid-2d,side=2",
-            "--scheme: got 'side' of 'grid-2d', want order or spatial_merge_size or axes or first",
-        ),
+        ("grid-2d,side=2", "--scheme: got 'side' of 'grid-2d', want order or spatial_merge_size or axes or first"),
         ("rope-tie,axes=4", "RopeTie.axes: got 4, want 2 or 3"),
         ("v2pe,stride=x", "V2PE.stride: got 'x', want an integer"),
         ("no.such:Thing", f"--scheme: got 'no.such:Thing' (ModuleNotFoundError: No module named 'no'), {WANT}"),
-        (
-            "own:Thing",
-            f"--scheme: got 'own:Thing' (AttributeError: module 'own' has no attribute 'Thing'), {WANT}",
-        ),
+        ("own:Thing", f"--scheme: got 'own:Thing' (AttributeError: module 'own' has no attribute 'Thing'), {WANT}"),
         ("broken:X", f"--scheme: got 'broken:X' (SyntaxError: invalid syntax (broken.py, line 1)), {WANT}"),
         ("ends:X", f"--scheme: got 'ends:X' (SystemExit: 0), {WANT}"),
         (":", f"--scheme: got ':' (ValueError: Empty module name), {WANT}"),
@@ -155,7 +103,6 @@ def test_user_defined_schemes_work_in_every_command(printed: Printed) -> None:
 def test_user_defined_schemes_work_in_preprocess_workers(
     run: Callable[..., tuple[int, str, str]], folder: Path
 ) -> None:
-    pytest.importorskip("pyarrow")
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     arguments = ["preprocess", "a.jsonl", "b.jsonl", "-o", "out", "-f", "chat", "-s", "own:Wide", "--workers", "2"]

@@ -24,8 +24,6 @@ from mmpos.errors import ServiceOverloadedError
 from mmpos.support.extras import pip_install
 from mmpos.support.program import EXIT_CODES, run_program
 
-pytest.importorskip("typer")
-
 ROOT = Path(__file__).parents[2]
 PHOTO = Path(str(resources.files("mmpos"))) / "photos" / "chelsea.jpg"
 Run = Callable[..., tuple[int, str, str]]
@@ -250,7 +248,6 @@ COMPLETIONS = [
 def test_command_lines_are_completed(
     line: str, values: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("mmpos_server.options")
     if line == "mmpos serve --rota":
         monkeypatch.setitem(sys.modules, "mmpos_server.options", None)
     monkeypatch.setenv("_MMPOS_COMPLETE", "complete_bash")

@@ -6,13 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import grpc
 import pytest
 from clients import failure, open_client
-from fake_server import UNAVAILABLE, Fake, Stream, echo_stream, serving
+from fake_server import UNAVAILABLE, Fake, echo_stream, serving
 from results import assert_equal
 
 from mmpos import Grid, SegmentTable, SequenceBuilder, Text
@@ -176,30 +176,23 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
-def breaking(after: int, aborts: bool) -> tuple[Stream, list[int]]:
-    """Return a handler that breaks or ends its streams after ``after`` answers, and the answers per stream."""
-    answered: list[int] = []
-
-    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
-        answered.append(0)
-        for response in echo_stream(requests, context):
-            if answered[-1] == after:
-                return context.abort(*UNAVAILABLE[:2]) if aborts else None
-            answered[-1] += 1
-            yield response
-
-    return stream, answered
-
-
 @pytest.mark.parametrize(("after", "reason"), [(0, "gone"), (4, "gone"), (2, "the server ended the stream")])
 def test_a_broken_stream_names_its_first_unanswered_item(kind: str, after: int, reason: str) -> None:
-    stream, answered = breaking(after, reason == "gone")
-    results: list[object] = []
+    answered, results = list[int](), list[object]()
+
+    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
+        for response in islice(echo_stream(requests, context), after):
+            answered.append(response.id)
+            yield response
+        next(requests, None)  # the first that gets no answer
+        if reason == "gone":
+            context.abort(*UNAVAILABLE[:2])
+
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         error = failure(lambda: results.extend(client.stream(numbered(30))))
     assert error in [(ServiceUnavailableError, f"queries[{after}]: {reason}") for reason in (reason, BROKE)]
     assert_equal(results, [query.run() for query in numbered(after)])
-    assert sum(answered) == after  # nothing is sent again
+    assert answered == [*range(after)]  # nothing is sent again
 
 
 def test_a_stream_refused_by_an_overloaded_server_keeps_its_retry_time(kind: str) -> None:

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from certificates import make_certificate
 from clients import failure, open_client
 
 from mmpos import SegmentTable, Text
-from mmpos.__main__ import main
 from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
 from mmpos.client.channel import channel_options
 from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError
-from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
 
@@ -122,32 +119,3 @@ def test_calls_and_streams_of_both_clients_carry_the_token(kind: str, server: st
                 failed = failure(lambda client=client: list(client.stream(queries)))
                 assert failed == (error[0], f"queries[0]: {error[1]}")
             assert client.healthy()
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_the_command_line_reads_a_token(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "token"
-    file.write_text(TOKEN)
-    options = ["--server", server, "--token-file", str(file)]
-    for command in (["positions", "3"], ["info"], ["health"]):
-        assert run(capsys, "remote", *command, *options)[::2] == (0, "")
-    message = 'mmpos: error: authorization: got no known token, want "Bearer TOKEN"\n'
-    assert run(capsys, "remote", "positions", "3", "--server", server) == (2, "", message)
-
-
-def test_the_command_line_uses_tls_and_a_client_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("localhost", "carol"):
-        make_certificate(tmp_path, name)
-    path = {name: str(tmp_path / name) for name in ("localhost.pem", "carol.pem", "carol.key")}
-    tls = TlsFiles(tmp_path / "localhost.pem", tmp_path / "localhost.key", tmp_path / "carol.pem")
-    with running(listen=Listen(tls=tls)) as server:
-        command = ["remote", "positions", "3", "--server", server, "--tls-ca", path["localhost.pem"], "--timeout", "20"]
-        assert run(capsys, *command, "--tls-cert", path["carol.pem"], "--tls-key", path["carol.key"])[::2] == (0, "")
-        assert run(capsys, *command)[0] == 4
-    message = "mmpos: error: tls.certificate requires tls.key\n"
-    assert run(capsys, "remote", "info", "--tls-cert", path["carol.pem"]) == (2, "", message)

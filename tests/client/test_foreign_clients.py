@@ -35,18 +35,8 @@ def server() -> Iterator[str]:
         yield address
 
 
-def node(script: str, *arguments: object) -> Any:
-    command = [f"{BIN}/node", str(NODE / script), *map(str, arguments)]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert completed.returncode == 0, completed.stderr
-    return json.loads(completed.stdout)
-
-
-# Node.
-
-
-def install() -> None:
-    """Install the packages listed in package.json once, while other pytest workers wait."""
+def node(program: Path, *arguments: object) -> str:
+    """Install the packages in package.json unless another pytest worker has, run a program, and return its output."""
     manifest, marker = NODE / "package.json", NODE / "node_modules" / ".package-lock.json"
     with manifest.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,12 +44,16 @@ def install() -> None:
             flags = ["--no-package-lock", "--no-audit", "--no-fund", "--ignore-scripts"]
             subprocess.run([f"{BIN}/npm", "install", *flags], cwd=NODE, check=True, capture_output=True)
             marker.touch()
+    command = [f"{BIN}/node", str(program), *map(str, arguments)]
+    environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def summary(server: str) -> Any:
-    install()
-    return node("client.js", server, ROOT / "proto", ROOT / "tests" / "golden" / "positions.json")
+    return json.loads(node(NODE / "client.js", server, ROOT / "proto", ROOT / "tests" / "golden" / "positions.json"))
 
 
 def test_node_expands_every_golden_table(summary: Any) -> None:
@@ -87,7 +81,6 @@ PRINTED_BY_PLACE, PRINTED_BY_BUILD = re.findall(r"```text\n(.*?)```", PAGE, re.D
 
 def page(folder: Path, server: str, program: str, *edits: tuple[str, str]) -> str:
     """Write the files of the page with these edits into a folder, run one of them, and return the output."""
-    install()
     changes = [("localhost:50051", server), *edits]
     for name in ("protocol.js", program):
         code = FILES[name]
@@ -95,12 +88,7 @@ def page(folder: Path, server: str, program: str, *edits: tuple[str, str]) -> st
             code = code.replace(old, new)
         (folder / name).write_text(code)
     assert all(old in FILES["protocol.js"] + FILES[program] for old, _ in changes)
-    environment = {**os.environ, "NODE_PATH": str(NODE / "node_modules")}
-    command = [f"{BIN}/node", str(folder / program)]
-    completed = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300
-    )
-    return completed.stdout
+    return node(folder / program)
 
 
 def test_the_documented_client_places_a_document(server: str, tmp_path: Path) -> None:
@@ -146,9 +134,6 @@ def test_large_answers_require_the_documented_limit(server: str, tmp_path: Path)
     assert page(tmp_path, server, "build.js", ten) == 10 * PRINTED_BY_BUILD
     refusal = "RESOURCE_EXHAUSTED Received message larger than max"
     assert page(tmp_path, server, "build.js", ten, (", noLimit", "")).startswith(refusal)
-
-
-# buf curl.
 
 
 def test_buf_finds_a_call_through_reflection(server: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -32,38 +31,8 @@ OTHERS = [HEALTH, "/mmpos.rpc.v1.InfoService/GetInfo", "/grpc.reflection.v1alpha
 UNARY = {f"/mmpos.rpc.v1.{method}": method for method in REQUESTS}
 """Methods with messages, and the names of their corpora."""
 
-
-@dataclass
-class Tally:
-    """Outcomes of attacks.
-
-    Args:
-        statuses: count of each status; for a stream without a status, how the connection ended.
-        bad: first occurrence of each bad status by kind of request, as ATTACK:NUMBER and the details.
-    """
-
-    statuses: Counter[str] = field(default_factory=Counter)
-    bad: dict[str, str] = field(default_factory=dict)
-
-    def add(self, status: str, kind: str = "", detail: str = "") -> None:
-        """Count a request under its status and kind."""
-        if detail.startswith(CORE):
-            status = "refused by the transport"
-        self.statuses[status] += 1
-        if status in BAD:
-            self.bad.setdefault(f"{status} of {kind}", detail)
-
-    def merge(self, other: Tally, where: str = "") -> None:
-        """Add the outcomes of another tally; ``where`` precedes the details of its bad statuses."""
-        self.statuses.update(other.statuses)
-        self.bad = {**{kind: where + detail for kind, detail in other.bad.items()}, **self.bad}
-
-
-Attack = Callable[[str, random.Random, Tally], Awaitable[None]]
-"""One round of an attack on the server at an address."""
-
-
-# Messages sent by a gRPC client.
+Outcome = tuple[str, str, str]
+"""The status of a request, its kind, and the details."""
 
 
 @lru_cache
@@ -79,55 +48,30 @@ def mutant(path: str, chance: random.Random) -> bytes:
     return mutate(chance.choice(valid_messages(path)), chance, valid_messages(path))
 
 
-async def unary(channel: Any, path: str, raw: bytes, tally: Tally, **options: Any) -> None:
-    """Make one call and count its outcome."""
-    try:
-        await channel.unary_unary(path)(raw, timeout=options.pop("timeout", 60), **options)
-        tally.add("OK")
-    except grpc.aio.AioRpcError as error:
-        tally.add(error.code().name, path, f"{raw[:200].hex()}: {error.details()}")
-
-
-async def messages(address: str, chance: random.Random, tally: Tally) -> None:
+def messages(address: str, chance: random.Random) -> Iterator[Outcome]:
     """Send malformed messages to every method, several at a time, and cancel some calls immediately."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         for _ in range(12):
-            paths = [chance.choice([*UNARY, *UNARY, *OTHERS]) for _ in range(16)]
-            timeouts = [chance.choice([0.001, *[60] * 15]) for _ in paths]
-            await asyncio.gather(
-                *(
-                    unary(channel, path, mutant(path, chance), tally, timeout=timeout)
-                    for path, timeout in zip(paths, timeouts, strict=True)
-                )
-            )
+            sent: list[tuple[str, bytes, Any]] = []
+            for _ in range(16):
+                path = chance.choice([*UNARY, *UNARY, *OTHERS])
+                raw = mutant(path, chance)
+                ask: Any = channel.unary_unary(path)
+                sent.append((path, raw, ask.future(raw, timeout=chance.choice([0.001, *[60] * 15]))))
+            for path, raw, call in sent:
+                yield call.code().name, path, f"{raw[:200].hex()}: {call.details()}"
 
 
-# HTTP/2 frames, from blocking connections: each round runs in a thread.
-
-
-def in_thread(round_: Callable[[str, random.Random, Tally], None]) -> Attack:
-    """Turn a blocking function into an attack."""
-
-    @wraps(round_)
-    async def attack(address: str, chance: random.Random, tally: Tally) -> None:
-        await asyncio.to_thread(round_, address, chance, tally)
-
-    return attack
-
-
-@in_thread
-def streams(address: str, chance: random.Random, tally: Tally) -> None:
+def streams(address: str, chance: random.Random) -> Iterator[Outcome]:
     """Open streams of malformed items, some beginning with an invalid message, and reset some of the streams."""
-    paths = [f"/mmpos.rpc.v1.{method}" for method in STREAMS]
     for _ in range(6):
-        path = chance.choice(paths)
-        base = path.replace("/Stream", "/")
+        path = f"/mmpos.rpc.v1.{chance.choice([*STREAMS])}"
         left = 0
         try:
             with Connection(address) as connection:
                 for _ in range(10):
                     stream = connection.call(path)
-                    items = b"".join(message(mutant(base, chance)) for _ in range(10))
+                    items = b"".join(message(mutant(path.replace("/Stream", "/"), chance)) for _ in range(10))
                     connection.send(stream, items, wait=False)
                     if chance.random() < 0.2:
                         connection.h2.reset_stream(stream)
@@ -136,8 +80,7 @@ def streams(address: str, chance: random.Random, tally: Tally) -> None:
                 outcomes = connection.statuses(10 - left if chance.random() < 0.8 else 1)
         except (ConnectionError, H2Error) as error:
             outcomes = [(type(error).__name__, b"")]
-        for status, details in outcomes:
-            tally.add(status, path, details.decode(errors="replace"))
+        yield from ((status, path, details.decode(errors="replace")) for status, details in outcomes)
 
 
 def odd_bytes(chance: random.Random) -> bytes:
@@ -150,8 +93,7 @@ NAMES = [b"authorization", b"x-request-id", b"grpc-timeout", b"grpc-encoding", b
 NAMES += [b"x-odd", b"x-odd-bin", b"grpc-previous-rpc-attempts", b"grpc-accept-encoding", b"traceparent"]
 
 
-@in_thread
-def metadata(address: str, chance: random.Random, tally: Tally) -> None:
+def metadata(address: str, chance: random.Random) -> Iterator[Outcome]:
     """Make calls whose headers are odd, duplicated, missing or very numerous."""
     raw = valid_messages(PLACE)[0]
     for _ in range(20):
@@ -163,35 +105,34 @@ def metadata(address: str, chance: random.Random, tally: Tally) -> None:
             connection.send(stream, message(raw if path == PLACE else b""), wait=False)
             [(status, details)] = connection.statuses(1)
             text = details.decode(errors="replace")
-            tally.add(status, "metadata", f"{text}, of {odd!r}, without {left_out!r}, path {path!r}"[:600])
+            yield status, "metadata", f"{text}, of {odd!r}, without {left_out!r}, path {path!r}"[:600]
 
 
-ATTACKS: dict[str, Attack] = {one.__name__: one for one in (messages, streams, metadata)}
+ATTACKS: dict[str, Callable[[str, random.Random], Iterator[Outcome]]] = {
+    attack.__name__: attack for attack in (messages, streams, metadata)
+}
 
 
-async def rounds(address: str, seed: str, names: Sequence[str], end: float, first: int) -> Tally:
-    """Run rounds of these attacks concurrently until the deadline, with at least one round of each attack.
+def attacked(address: str, seed: str, names: Sequence[str], end: float, first: int) -> tuple[Counter[str], list[str]]:
+    """Run rounds of these attacks side by side until the end, with at least one round of each attack.
 
-    A round depends only on the seed, the attack's name and the round's number, and may take a minute.
+    A round depends only on the seed, the attack's name and the round's number.
+
+    Returns:
+        The count of each status, and the bad ones, each with its attack and round.
     """
-    tally = Tally()
 
-    async def repeat(name: str) -> None:
-        number = first
+    def repeat(name: str) -> list[Outcome]:
+        number, outcomes = first, list[Outcome]()
         while time.time() < end or number == first:
-            own = Tally()
-            try:
-                async with asyncio.timeout(60):
-                    await ATTACKS[name](address, random.Random(f"{seed}/{name}/{number}"), own)
-            except (TimeoutError, OSError) as error:
-                own.add(type(error).__name__)
-            tally.merge(own, f"{name}:{number} ")
+            with suppress(OSError):
+                for status, kind, detail in ATTACKS[name](address, random.Random(f"{seed}/{name}/{number}")):
+                    bad = status in BAD and not detail.startswith(CORE)
+                    outcomes.append((status, kind, f"{name}:{number} {detail}" if bad else ""))
             number += 1
+        return outcomes
 
-    await asyncio.gather(*map(repeat, names))
-    return tally
-
-
-def attacker(*arguments: Any) -> Tally:
-    """Attack from a separate process; see ``rounds``."""
-    return asyncio.run(rounds(*arguments))
+    with ThreadPoolExecutor(len(ATTACKS)) as threads:
+        outcomes = [outcome for several in threads.map(repeat, names) for outcome in several]
+    bad = [f"{status} of {kind}: {detail}" for status, kind, detail in outcomes if detail]
+    return Counter(status for status, _, _ in outcomes), bad

@@ -31,9 +31,8 @@ def echo_stream(
 ) -> Iterator[pb.StreamPlaceResponse]:
     """Answer a stream like the service."""
     for request in requests:
-        response = pb.StreamPlaceResponse(id=request.id)
-        put_result(response.positions, get_query("query", request.query).run())
-        yield response
+        place = pb.PlaceRequest(query=request.query)
+        yield pb.StreamPlaceResponse(id=request.id, positions=echo(place, context).positions)
 
 
 @dataclass

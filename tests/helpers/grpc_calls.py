@@ -11,10 +11,10 @@ import pytest
 Stream: TypeAlias = "grpc.StreamStreamMultiCallable[bytes, bytes]"
 
 
-def ending(call: Callable[[], object]) -> tuple[str, str]:
+def ending(call: Callable[..., object], *arguments: Any, **options: Any) -> tuple[str, str]:
     """Return the status and details of a call; the details are empty if the status is OK."""
     try:
-        call()
+        call(*arguments, **options)
     except grpc.RpcError as error:
         return error.code().name, error.details() or ""
     return "OK", ""

@@ -21,9 +21,6 @@ STATUSES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
 CLOSED, OPEN, RESET = "closed", "open", "reset"
 """Outcomes of calls without a status: the connection ended, the call timed out, or the stream was reset."""
 
-_GOAWAY = 7
-"""Type number of GOAWAY frames."""
-
 
 def message(raw: bytes, length: int | None = None, *, compressed: bool = False) -> bytes:
     """Frame a message as gRPC does; ``length`` replaces the true length."""
@@ -104,11 +101,6 @@ class Connection:
             self.h2.end_stream(stream)
             self.flush()
 
-    def open(self, stream: int, size: int) -> None:
-        """Allow the server to send ``size`` more bytes on a stream."""
-        self.h2.increment_flow_control_window(size, stream)
-        self.flush()
-
     def ended(self, stream: int) -> tuple[str, bytes]:
         """Wait for the end of a call, and return its status name and all received data, including the status message.
 
@@ -150,12 +142,12 @@ class Connection:
         return True
 
     def _without_goaway(self, data: bytes) -> bytes:
-        """Return the complete frames except GOAWAY, after which h2 would ignore the open calls."""
+        """Return the complete frames except GOAWAY (type 7), after which h2 would ignore the open calls."""
         self._pending += data
         frames = b""
         while len(self._pending) >= 9 and len(self._pending) >= (size := 9 + int.from_bytes(self._pending[:3], "big")):
             frame, self._pending = self._pending[:size], self._pending[size:]
-            frames += b"" if frame[3] == _GOAWAY else frame
+            frames += b"" if frame[3] == 7 else frame
         return frames
 
     def _take(self, event: Any) -> None:
@@ -173,12 +165,3 @@ class Connection:
                 self._ends[event.stream_id] = STATUSES.get(number, number.decode())
                 data = self._received.get(event.stream_id, b"")
                 self._received[event.stream_id] = data + headers.get(b"grpc-message", b"")
-
-
-def closed_at_once(address: str) -> bool:
-    """Return whether a server closes a connection that sends nothing more."""
-    try:
-        with Connection(address) as connection:
-            return connection.closed()
-    except ConnectionError:  # closed before the first frames were sent
-        return True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -26,14 +27,14 @@ class Program:
     log: Path
 
     @classmethod
-    def launch(cls, log: Path, *arguments: str, environment: dict[str, str] | None = None, before: str = "") -> Self:
+    def launch(cls, log: Path, *arguments: str, before: str = "") -> Self:
         """Start a server on a free port, and wait for its address; its process runs the code ``before`` first."""
         program = ["-c", f"{before}\nimport sys, mmpos_server.__main__ as program\nsys.exit(program.main())"]
         command = [sys.executable, *(program if before else ["-m", "mmpos_server"]), *arguments]
         if "--listen" not in arguments:
             command += ["--listen", "127.0.0.1:0"]
         with log.open("w") as err:  # a file, since a pipe that nobody reads would block a server that logs
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=environment)
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True)
         assert process.stdout is not None
         line = process.stdout.readline()
         assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
@@ -68,9 +69,16 @@ Start = Callable[..., Program]
 """Start a server with these arguments; it is killed at the end of the test."""
 
 
+def answer(port: int, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
+    """Return the status and the text with which a page answers."""
+    with closing(http.client.HTTPConnection(host, port, timeout=300)) as connection:
+        connection.request(method, path)
+        with connection.getresponse() as response:
+            return response.status, response.read().decode()
+
+
 def metrics_of(port: int) -> dict[str, float]:
     """Read the metrics page, omitting histogram buckets."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as response:
-        lines = response.read().decode().splitlines()
+    lines = answer(port, "/metrics")[1].splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_bucket" not in line]
     return {name: float(value) for name, value in pairs}

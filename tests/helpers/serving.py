@@ -17,6 +17,7 @@ from http2 import Connection
 from mmpos.errors import LimitExceededError, UnsupportedError
 from mmpos.rpc.v1 import positions_pb2 as pb
 from mmpos_server.app import Server
+from mmpos_server.arrivals import Places
 from mmpos_server.call import Call
 from mmpos_server.config import load
 from mmpos_server.logs import Logs
@@ -115,9 +116,8 @@ class Serving:
 
     def taken(self) -> dict[str, int]:
         """Return the places that calls hold, by their name."""
-        arrivals = self.server.arrivals
-        kinds = [arrivals.messages, arrivals.work, arrivals.streams, arrivals.watches, arrivals.unread]
-        return {kind.name: kind.taken for kind in kinds if kind.taken}
+        kinds = vars(self.server.arrivals).values()
+        return {kind.name: kind.taken for kind in kinds if isinstance(kind, Places) and kind.taken}
 
     def metric(self, name: str, **labels: str) -> float | None:
         """Return the value of a server metric."""

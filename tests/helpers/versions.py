@@ -24,6 +24,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from packaging.version import Version
+
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "versions"
 ENVIRONMENT = BUILD / "environment"
@@ -49,16 +51,11 @@ photo = min(Path(mmpos.__file__).with_name("photos").glob("*.jpg")).read_bytes()
 mmpos.ImageProcessor(backend="pillow").process(photo)
 """
 SERVE = """
-import subprocess, sys
 from mmpos import SegmentTable, Text
 from mmpos.client import Client
-command = [sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0"]
-with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-    try:
-        with Client(server.stdout.readline().split()[-1]) as client:
-            assert client.place(SegmentTable.from_documents([[Text(2)]])).dense().shape == (2, 2)
-    finally:
-        server.terminate()
+from mmpos_server.testing import running
+with running() as address, Client(address) as client:
+    assert client.place(SegmentTable.from_documents([[Text(2)]])).dense().shape == (2, 2)
 """
 EXTRAS = {
     "": PLACE,
@@ -149,13 +146,10 @@ def untrue_bounds(versions: Path) -> list[str]:
         match.groups() for requirement in wanted if (match := re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", requirement))
     }
     return [
-        f"{name}>={low}: got {resolved[name]}" for name, low in sorted(bounds) if plain(resolved[name]) != plain(low)
+        f"{name}>={low}: got {resolved[name]}"
+        for name, low in sorted(bounds)
+        if Version(resolved[name]) != Version(low)
     ]
-
-
-def plain(version: str) -> str:
-    """Remove trailing zeros from a version."""
-    return re.sub(r"(\.0)+$", "", version)
 
 
 def run_extras() -> bool:
@@ -196,18 +190,15 @@ def interpreter(version: str) -> str | None:
 
 def main() -> int:
     """Run the selected parts, and print a line for each."""
-    chosen = parse_parts(__doc__, [*RESOLUTIONS, "grpc", "extras", "engines", *PYTHONS])
+    alone = {"grpc": run_grpc, "extras": run_extras, "engines": run_engines}
+    chosen = parse_parts(__doc__, [*RESOLUTIONS, *alone, *PYTHONS])
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     results: dict[str, bool | None] = {}
     for part in chosen:
         print(f"{part} …", flush=True)
-        if part == "extras":
-            results[part] = run_extras()
-        elif part == "grpc":
-            results[part] = run_grpc()
-        elif part == "engines":
-            results[part] = run_engines()
+        if part in alone:
+            results[part] = alone[part]()
         else:
             python = interpreter(part) if part in PYTHONS else sys.executable
             results[part] = run_tests(part, python) if python else None

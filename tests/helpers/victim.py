@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import grpc
-from server_program import Program
 
 from mmpos.rpc.v1 import error_pb2
 
@@ -57,18 +53,7 @@ class Victim:
             call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
             return Answer("OK", data=call(raw, timeout=300))
         except grpc.RpcError as error:
-            return _failed(error)
-
-    def stream(self, method: str, requests: Iterable[bytes]) -> tuple[list[bytes], Answer]:
-        """Send these items, and return all answers and how the stream ended."""
-        answers: list[bytes] = []
-        try:
-            call: Any = self.channel.stream_stream(f"/mmpos.rpc.v1.{method}")
-            for answer in call(iter(requests), timeout=300):
-                answers.append(answer)
-        except grpc.RpcError as error:
-            return answers, _failed(error)
-        return answers, Answer("OK")
+            return Answer(error.code().name, error.details() or "")
 
     def costly(self, method: str, request: Any) -> tuple[Answer, float, float]:
         """Send a message; return the answer, the server's CPU seconds, and the MiB by which its peak memory rose."""
@@ -86,24 +71,3 @@ class Victim:
         """Return the CPU seconds that the server has used so far."""
         values = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _failed(error: grpc.RpcError) -> Answer:
-    call: Any = error  # the type stubs lack the error's methods
-    return Answer(call.code().name, call.details() or "")
-
-
-@contextmanager
-def victim() -> Iterator[Victim]:
-    """Run a server while the context is open."""
-    with TemporaryDirectory() as folder:
-        (settings := Path(folder) / "mmpos.toml").write_text(SETTINGS)
-        program = Program.launch(Path(folder) / "log", "--config", str(settings), "--rotations")
-        server = Victim(program.process.pid, program.address)
-        try:
-            yield server
-            assert program.process.poll() is None, "the server has died"
-            assert server.call("InfoService/GetInfo", b"").status == "OK"
-        finally:
-            server.channel.close()
-            program.kill()

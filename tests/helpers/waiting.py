@@ -1,14 +1,18 @@
-"""Wait for conditions, read /proc, and provide ports and environments for servers."""
+"""Wait for conditions and coroutines, read /proc, and find free ports."""
 
 from __future__ import annotations
 
-import os
+import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -19,12 +23,14 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return holds
 
 
-def without_torch(folder: Path) -> dict[str, str]:
-    """Return an environment in which programs run without torch, since importing it takes seconds."""
-    lines = ["import sys", "sys.modules['torch'] = sys.modules['torchvision'] = None"]
-    (folder / "sitecustomize.py").write_text("\n".join(lines))
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
+def bounded(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run an asynchronous test in an event loop of its own, for at most five minutes."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 300))
+
+    return run
 
 
 def free_port() -> int:

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
-from serving import Serve, Serving, serving
-from victim import Victim, victim
+from server_program import Program
+from serving import Serve, serving
+from victim import SETTINGS, Victim
+
+from mmpos_server.call import Threads
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Yield a function that starts servers as ``serving`` does, and stop these servers after the test."""
     with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(serving(**options))
 
-        def start(**options: Any) -> Serving:
-            return stack.enter_context(serving(**options))
 
-        yield start
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    """Yield the threads of calls."""
+    threads = Threads()
+    yield threads
+    threads.close()
 
 
 @pytest.fixture(scope="session")
-def hardy() -> Iterator[Victim]:
+def hardy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     """Yield a server that receives broken, strange and oversized requests."""
-    with victim() as result:
-        yield result
+    folder = tmp_path_factory.mktemp("hardy")
+    (folder / "mmpos.toml").write_text(SETTINGS)
+    program = Program.launch(folder / "log", "--config", str(folder / "mmpos.toml"), "--rotations")
+    server = Victim(program.process.pid, program.address)
+    try:
+        yield server
+        assert program.process.poll() is None, "the server has died"
+        assert server.call("InfoService/GetInfo", b"").status == "OK"
+    finally:
+        server.channel.close()
+        program.kill()

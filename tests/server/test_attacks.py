@@ -1,40 +1,36 @@
 """Attack a server and watch it: ``make fuzz SECONDS=60``.
 
-Attackers in separate processes send malformed messages, streams and metadata. Meanwhile, one
-client polls the health service, and another asks for positions whose values are known. No status is INTERNAL or
-UNKNOWN, no traceback is logged, no known answer is wrong, and the server's descriptors, threads and processes return
-almost to the numbers that they had after a first period of attacks. If ``--attack-seconds`` is a
-minute or more, no answer to a health check may be late and memory may hardly grow, which a short run cannot tell.
+Attackers in separate processes send malformed messages, streams and metadata. Meanwhile, one client polls the health
+service, and asks for positions whose values are known. No status is INTERNAL or UNKNOWN, no traceback is logged, no
+known answer is wrong, and the server's descriptors, threads and processes return almost to the numbers that they had
+after a first period of attacks. If ``--attack-seconds`` is a minute or more, no answer to a health check may be late
+and memory may hardly grow, which a short run cannot tell.
 """
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
+import threading
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import grpc
-import numpy as np
 import pytest
-from attacks import ATTACKS, HEALTH, Tally, attacker, rounds
+from attacks import ATTACKS, attacked
 from server_program import Program
 from serving import serving
-from waiting import descendants, eventually, without_torch
+from waiting import descendants, eventually
 
 from mmpos import Grid, SegmentTable, Text, place
-from mmpos.client import AsyncClient
+from mmpos.client import Client
 
 pytestmark = pytest.mark.slow
 
-PROCESSES, LAZY = 2, 8
-"""Attacking processes, and the threads and descriptors of which gRPC may open more on demand."""
+PROCESSES, LAZY, HEALTH_MS = 2, 8, 100.0
+"""Attacking processes, the threads and descriptors of which gRPC may open more on demand, and the limit of a check."""
 
 LIMITED = """
 from mmpos_server.config import Limits, ServerConfig
@@ -42,29 +38,18 @@ ServerConfig.limits = Limits(tokens=2**20, response_bytes=2**25, pixels=2**22)
 """
 """Limits of the server, without which large answers would take most of the time."""
 
-HEALTH_MS = 100.0
 
-
-@dataclass
-class Witness:
-    """What well-behaved clients see: the milliseconds of each health check, and the outcomes of calls."""
-
-    health: list[float] = field(default_factory=list)
-    polite: Counter[str] = field(default_factory=Counter)
-
-    async def watch(self, address: str) -> None:
-        """Check the server's health and ask for known positions until cancelled."""
-        segments = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
-        wanted = place(segments).dense()
-        async with grpc.aio.insecure_channel(address) as channel, AsyncClient(address, timeout=10) as client:
-            check: Any = channel.unary_unary(HEALTH)
-            while True:
-                began = time.perf_counter()
-                await check(b"", timeout=300, wait_for_ready=True)
-                self.health.append(1000 * (time.perf_counter() - began))
-                right = np.array_equal((await client.place(segments)).dense(), wanted)
-                self.polite["right" if right else "wrong"] += 1
-                await asyncio.sleep(0.05)
+def watch(address: str, over: threading.Event) -> list[float]:
+    """Check the server's health and ask for known positions, and return the milliseconds of each check."""
+    segments = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
+    wanted, health = place(segments).dense().tolist(), []
+    with Client(address, timeout=300) as client:
+        while not over.wait(0.05):
+            began = time.perf_counter()
+            assert client.healthy()
+            health.append(1000 * (time.perf_counter() - began))
+            assert client.place(segments).dense().tolist() == wanted
+    return health
 
 
 def resources(pid: int) -> Counter[str]:
@@ -81,66 +66,58 @@ def resources(pid: int) -> Counter[str]:
     return totals
 
 
-async def rested(pid: int, seconds: float, most: Counter[str] | None = None) -> Counter[str]:
+def rested(pid: int, seconds: float, most: Counter[str] | None = None) -> Counter[str]:
     """Return each resource's lowest value within this time, or as soon as none exceeds ``most``."""
     least, end = resources(pid), time.monotonic() + seconds
     while time.monotonic() < end and (most is None or least - most):
-        await asyncio.sleep(0.5)
+        time.sleep(0.5)
         least &= resources(pid)
     return least
 
 
-async def attack(
-    address: str, pid: int, seconds: float, seed: str, only: str, more_mib: int
-) -> tuple[Tally, Witness, Counter[str]]:
-    """Attack a server, and return the statuses, what others saw, and by how much its resources exceed their limits."""
-    names, _, number = only.partition(":")
-    chosen, first = names.split(",") if names else list(ATTACKS), int(number or 0)
-    tally, witness, loop = Tally(), Witness(), asyncio.get_running_loop()
-    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
-
-        async def attacked(seconds: float, first: int) -> None:
-            arguments = address, seed, chosen, time.time() + seconds
-            numbers = (first + 1_000_000 * process for process in range(PROCESSES))
-            jobs = (loop.run_in_executor(pool, attacker, *arguments, number) for number in numbers)
-            for result in await asyncio.gather(*jobs):
-                tally.merge(result)
-
-        await attacked(min(seconds / 4, 60.0), first)  # imports and caches
-        before = await rested(pid, min(seconds / 2, 15.0))
-        watching = asyncio.create_task(witness.watch(address))
-        await attacked(seconds, first + 10_000)
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
-    most = before + Counter(threads=LAZY, descriptors=LAZY, MiB=more_mib)
-    return tally, witness, await rested(pid, 60.0, most) - most
-
-
 def test_a_server_withstands_attacks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     seconds, seed, only = (request.config.getoption(f"--attack-{name}") for name in ("seconds", "seed", "only"))
-    long = seconds >= 60
-    server = Program.launch(tmp_path / "log", environment=without_torch(tmp_path), before=LIMITED)
+    names, _, number = only.partition(":")
+    chosen, first = names.split(",") if names else list(ATTACKS), int(number or 0)
+    statuses, bad, over = Counter[str](), list[str](), threading.Event()
+    server = Program.launch(tmp_path / "log", before=LIMITED)
+    pid = server.process.pid
+    spawning = multiprocessing.get_context("spawn")
     try:
-        more_mib = 10 if long else 400  # caches and arenas still fill during the first seconds
-        attacking = attack(server.address, server.process.pid, seconds, seed, only, more_mib)
-        tally, witness, grown = asyncio.run(attacking)
+        with ProcessPoolExecutor(PROCESSES, mp_context=spawning) as pool, ThreadPoolExecutor(1) as threads:
+
+            def attack(seconds: float, first: int) -> None:
+                arguments = server.address, seed, chosen, time.time() + seconds
+                jobs = [pool.submit(attacked, *arguments, first + 1_000_000 * process) for process in range(PROCESSES)]
+                for job in jobs:
+                    statuses.update(job.result()[0])
+                    bad.extend(job.result()[1])
+
+            attack(min(seconds / 4, 60.0), first)  # imports and caches
+            before = rested(pid, min(seconds / 2, 15.0))
+            watching = threads.submit(watch, server.address, over)
+            attack(seconds, first + 10_000)
+            over.set()
+            health = watching.result()
+        # Caches and arenas still fill during the first seconds.
+        most = before + Counter(threads=LAZY, descriptors=LAZY, MiB=10 if seconds >= 60 else 400)
+        grown = rested(pid, 60.0, most) - most
         assert server.process.poll() is None, "the server has died"
     finally:
+        over.set()
         server.kill()
-    late = [milliseconds for milliseconds in witness.health if milliseconds > HEALTH_MS]
-    print(f"seed {seed}: {tally.statuses.total():,} requests, {dict(tally.statuses)}")
-    assert tally.bad == {}
+    print(f"seed {seed}: {statuses.total():,} requests, {dict(statuses)}")
+    assert bad == []
     assert "Traceback" not in server.log.read_text(errors="replace")
     assert grown == {}
-    assert (witness.polite["wrong"], witness.polite["right"] > 0) == (0, True)
-    assert not long or late == []
+    assert health
+    assert seconds < 60 or [milliseconds for milliseconds in health if milliseconds > HEALTH_MS] == []
 
 
 def test_attacks_leave_no_slot_taken() -> None:
     with serving(options={"methods": None}) as server:
-        tally = asyncio.run(rounds(server.address, "slots", list(ATTACKS), time.time() + 3, 0))
-        assert tally.statuses.keys() >= {"OK", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}
-        assert tally.bad == {}
+        statuses, bad = attacked(server.address, "slots", list(ATTACKS), time.time() + 3, 0)
+        assert statuses.keys() >= {"OK", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}
+        assert bad == []
         assert eventually(lambda: not server.taken()), server.taken()
         assert server.metric("in_flight") == server.metric("streams") == 0

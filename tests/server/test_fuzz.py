@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from message_strategies import LIKELY, REQUESTS, STREAMS, corpus, for_each, messages, tensor
+from message_strategies import LIKELY, REQUESTS, corpus, for_each, messages, tensor
 from mutations import mutate
 from refusals import is_sentence
 from victim import STATUSES, Answer, Victim
 
 from mmpos.rpc.positions import get_result
 from mmpos.rpc.sequences import get_sequence
-from mmpos.rpc.v1 import positions_pb2, rotary_pb2
+from mmpos.rpc.v1 import rotary_pb2
 
 FAULTS = {*STATUSES.values(), "NOT_FOUND"} - {"INTERNAL"}
 
@@ -52,36 +51,6 @@ def check(method: str, answer: Answer) -> None:
 def test_random_and_mostly_valid_messages_are_answered_or_refused(server: Victim, method: str) -> None:
     for strategy in (messages(REQUESTS[method][0]), LIKELY[method]):
         for_each(strategy, 60, lambda request: check(method, server.call(method, request)))
-
-
-@pytest.mark.parametrize("method", STREAMS)
-def test_stream_items_are_answered_in_order(server: Victim, method: str) -> None:
-    request, response = STREAMS[method]
-    items: list[Any] = []
-    for_each(messages(request), 60, items.append)
-    unary = LIKELY[method.replace("Stream", "")]
-    for_each(unary, 60, lambda likely: items.append(request(id=len(items), query=likely.query)))
-    answers, end = server.stream(method, [item.SerializeToString() for item in items])
-    assert end.status == "OK"
-    results = [response.FromString(answer) for answer in answers]
-    assert [answer.id for answer in results] == [item.id for item in items]
-    errors = [answer.error.code for answer in results if answer.WhichOneof("outcome") == "error"]
-    assert 0 < len(errors) < len(results)
-    assert {STATUSES[code] for code in errors} <= FAULTS
-
-
-UNKNOWN_FIELD = b"\x98\x06\x01"
-"""Field 99 with the value 1, from a later version."""
-
-
-def test_unknown_fields_are_ignored(server: Victim) -> None:
-    request = positions_pb2.PlaceRequest(query={"spans": {"lengths": [4]}})  # type: ignore[arg-type]
-    known = server.call("PositionService/Place", request)
-    strange = server.call("PositionService/Place", request.SerializeToString() + UNKNOWN_FIELD)
-    assert (known.status, known) == ("OK", strange)
-
-
-# Bytes.
 
 
 MUTABLE = [method for method in REQUESTS if method != "InfoService/GetInfo"]

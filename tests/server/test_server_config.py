@@ -15,7 +15,7 @@ import pytest
 from mmpos.errors import InvalidInputError
 from mmpos.rotary import Linear, Rotary
 from mmpos.rpc.v1 import info_pb2
-from mmpos.schemes import MRopeQwen25, RopeTie, RopeTieV2
+from mmpos.schemes import MRopeQwen25, RopeTieV2
 from mmpos.sequence.builder import MarkerIds, Markers, SequenceBuilder
 from mmpos_server.__main__ import main
 from mmpos_server.config import Limits, Profiles, ServerConfig, load
@@ -95,18 +95,6 @@ def test_profiles_are_built_from_their_tables_and_the_first_is_the_default(file:
         profiles.get("x")
 
 
-def test_tokenizer_paths_are_relative_to_the_settings_file(file: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"[IMG]": 0, "[/IMG]": 1, "[PATCH]": 2, "a": 3, "b": 4}
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    model.enable_truncation(1)  # truncates every text, as many tokenizer files do
-    model.save(str(file.parent / "words.json"))
-    builder = built(file, '[profiles.words]\ntokenizer = "words.json"\n').get("words").builder
-    assert (builder.marker_ids, builder.scheme) == (MarkerIds(0, 1, 2), RopeTie())
-    assert builder.build(["b a b"]).input_ids.tolist() == [4, 3, 4]
-
-
 KNOWN = f"want one of {', '.join(SETTINGS)}"
 
 
@@ -114,6 +102,7 @@ MISTAKES = [
     ("[limits]\ntokens = 1\n", f"limits: got an unknown setting, {KNOWN}"),
     ("request_bytes = 67108865\n", "request_bytes: got 67108865, want <= 67108864"),
     ("streams_per_connection = 0\n", "streams_per_connection: got 0, want >= 1"),
+    ("log_sample = 2147483648\n", "log_sample: got 2147483648, want <= 2147483647"),
     ("schemes = 'a:B'\n", "schemes: got 'a:B', want a list of \"module:Class\""),
     ("schemes = [1]\n", "schemes[0]: got 1, want text"),
     ("[profiles]\n", "profiles: want at least one, each with a name"),

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -42,13 +41,9 @@ CONFIG = load()
 
 
 @pytest.fixture
-def call() -> Iterator[Call]:
-    threads = Threads()
-    yield Call("a", Arrivals(1.0), threads)
-    threads.close()
+def call(threads: Threads) -> Call:
+    return Call("a", Arrivals(1.0), threads)
 
-
-# Queries.
 
 IMAGES = Spans([1000], [4 * i + 1 for i in range(250)], [[1, 1, 2]] * 250)
 """501 segments: 250 images with text before, between and after them."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from waiting import bounded
 
 from mmpos.errors import InvalidInputError
 from mmpos.rpc.v1 import positions_pb2
@@ -21,24 +22,23 @@ def asked(service: str) -> bytes:
     return health_pb2.HealthCheckRequest(service=service).SerializeToString()
 
 
-def test_checks_and_watchers_see_the_stop_and_one_that_leaves_takes_no_other_along() -> None:
-    async def run() -> list[list[bytes]]:
-        own = Health([NAME])
+@bounded
+async def test_checks_and_watchers_see_the_stop_and_one_that_leaves_takes_no_other_along() -> None:
+    own = Health([NAME])
 
-        async def seen(name: str) -> list[bytes]:
-            return [answer async for answer in own.watch(asked(name))]
+    async def seen(name: str) -> list[bytes]:
+        return [answer async for answer in own.watch(asked(name))]
 
-        watches = [asyncio.create_task(seen(name)) for name in ("", NAME, "unknown")]
-        await asyncio.sleep(0)
-        leaves = own.watch(asked(NAME))
-        assert await anext(leaves) == SERVING
-        await leaves.aclose()
-        assert [own.check(asked(name)) for name in ("", NAME)] == [SERVING, SERVING]
-        own.stop()
-        assert [own.check(asked(name)) for name in ("", NAME)] == [STOPPED, STOPPED]
-        return [*await asyncio.gather(*watches), await seen(NAME)]
-
-    assert asyncio.run(run()) == [[SERVING, STOPPED], [SERVING, STOPPED], [UNKNOWN], [STOPPED]]
+    watches = [asyncio.create_task(seen(name)) for name in ("", NAME, "unknown")]
+    await asyncio.sleep(0)
+    leaves = own.watch(asked(NAME))
+    assert await anext(leaves) == SERVING
+    await leaves.aclose()
+    assert [own.check(asked(name)) for name in ("", NAME)] == [SERVING, SERVING]
+    own.stop()
+    assert [own.check(asked(name)) for name in ("", NAME)] == [STOPPED, STOPPED]
+    assert await asyncio.gather(*watches) == [[SERVING, STOPPED], [SERVING, STOPPED], [UNKNOWN]]
+    assert await seen(NAME) == [STOPPED]
 
 
 def test_reflection_lists_the_services_and_describes_them() -> None:

@@ -8,15 +8,13 @@ import socket
 import stat
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from server_program import Program, Start, metrics_of
+from server_program import Program, Start, answer, metrics_of
 from waiting import alive, descendants, eventually, free_port
 
 from mmpos import SegmentTable, Text
@@ -36,12 +34,7 @@ def answered(address: str, token: str | None = None) -> bool:
 
 
 def ready(page: int) -> int:
-    """Return the status of a page's readiness."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{page}/readyz", timeout=300) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+    return answer(page, "/readyz")[0]
 
 
 def events(server: Program) -> list[str]:
@@ -135,15 +128,13 @@ def test_a_server_that_fails_ends_with_a_reason(start: Start, code: str, event: 
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_server_whose_stdout_cannot_be_written_ends_with_a_reason(
-    torchless: dict[str, str], tmp_path: Path, workers: str
-) -> None:
+def test_a_server_whose_stdout_cannot_be_written_ends_with_a_reason(tmp_path: Path, workers: str) -> None:
     command = [sys.executable, "-m", "mmpos_server", "--listen", "127.0.0.1:0", "--workers", workers]
     log, children = tmp_path / "log", set[int]()
     with (
         open("/dev/full", "w") as out,
         log.open("w") as err,
-        subprocess.Popen(command, env=torchless, stdout=out, stderr=err) as server,
+        subprocess.Popen(command, stdout=out, stderr=err) as server,
     ):
 
         def ended() -> bool:
@@ -172,9 +163,7 @@ def test_many_connections_leave_file_descriptors_for_the_page_and_earlier_connec
     assert len(lines) < 50
 
 
-def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(
-    tmp_path: Path, torchless: dict[str, str]
-) -> None:
+def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.toml"
     wrong.write_text("[profiles.a]\nscheme = 'x'\n")
     with running() as address:
@@ -186,17 +175,17 @@ def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(
             ),
         ):
             command = [sys.executable, "-m", "mmpos_server", *flags.split()]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=torchless)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
             assert done.stderr.startswith(f"mmpos_server: error: {message}")
 
 
 def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing(
-    start: Start, tmp_path: Path, torchless: dict[str, str]
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page, temporary, tokens, token = free_port(), tmp_path / "t", tmp_path / "tokens", "alice-alice-alice-1"
     temporary.mkdir()
-    torchless["TMPDIR"] = str(temporary)
+    monkeypatch.setenv("TMPDIR", str(temporary))
     tokens.write_text(f"alice {token}\n")
     impatient = "import mmpos_server.supervisor as s; s.PAUSE_SECONDS = s.RESTART_SECONDS = 0.2"
     flags = ["--workers", "2", "--metrics", f"127.0.0.1:{page}", "--token-file", str(tokens)]
@@ -225,9 +214,9 @@ def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing
 
 
 def test_workers_end_without_an_error_or_a_metrics_folder_when_their_supervisor_is_killed(
-    start: Start, tmp_path: Path, torchless: dict[str, str]
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torchless["TMPDIR"] = str(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = start("--workers", "2")
     workers = server.workers
     assert len(workers) == 2

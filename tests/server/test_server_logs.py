@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -141,35 +140,19 @@ def test_clients_that_leave_are_counted_without_tracebacks_and_our_own_errors_ke
     assert all("secret" in line["exception"] for line in lines[1:])
 
 
-class SmallDisk(io.RawIOBase):
-    """A file on a disk that has ``left`` bytes."""
-
-    def __init__(self, left: int) -> None:
-        self.left, self.kept = left, b""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        if not self.left:
-            raise OSError(errno.ENOSPC, "full")
-        part = bytes(data)[: self.left]
-        self.left -= len(part)
-        self.kept += part
-        return len(part)
-
-
-def test_lines_that_a_full_disk_refuses_are_counted_and_a_torn_one_spoils_no_other() -> None:
-    disk = SmallDisk(70)
-    logs = Logs(io.TextIOWrapper(io.BufferedWriter(disk)))
-    for _ in range(3):
-        logs.info("lost", text="x" * 100)
-    assert eventually(lambda: logs.lost == 3)
-    disk.left = 10_000
-    for event in ("kept", "also"):
-        logs.info(event)
-    logs.close(60.0)
-    torn, *lines = disk.kept.splitlines()
+def test_lines_that_a_full_disk_refuses_are_counted_and_a_torn_one_spoils_no_other(
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    with (tmp_path / "log").open("w") as file:
+        logs = Logs(file)
+        with full_disk(70):
+            for _ in range(3):
+                logs.info("lost", text="x" * 100)
+            assert eventually(lambda: logs.lost == 3)
+        for event in ("kept", "also"):
+            logs.info(event)
+        logs.close(60.0)
+    torn, *lines = (tmp_path / "log").read_bytes().splitlines()
     assert len(torn) == 70
     seen = [(line["event"], line["level"], line.get("lines")) for line in map(json.loads, lines)]
     assert seen == [("log lines dropped", "warning", 3), ("kept", "info", None), ("also", "info", None)]

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import socket
 import threading
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
-from server_program import Start
+from server_program import Start, answer
 from waiting import eventually, free_port
 
 from mmpos.errors import InvalidInputError
 from mmpos_server import page
 from mmpos_server.page import exposed
-
-
-def answer(port: int, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
-    with closing(http.client.HTTPConnection(host, port, timeout=300)) as connection:
-        connection.request(method, path)
-        with connection.getresponse() as response:
-            return response.status, response.read().decode()
 
 
 def status(port: int, path: str, host: str = "127.0.0.1") -> int:

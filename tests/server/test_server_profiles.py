@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chat_tokenizer import QWENS, chat_tokenizer
+from own_schemes import OWN
 from qwen_processors import NAMES
 from server_program import Start
 
@@ -23,20 +24,15 @@ from mmpos_server.config import Profile, Profiles, ServerConfig, load
 PAGE = Path(__file__).parents[2] / "docs" / "service-operation.md"
 CONFIG = {
     "model_type": "qwen3_vl",
-    **dict(zip(NAMES, range(5, 9), strict=True)),
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "head_dim": 128,
-        "rope_theta": 5_000_000,
-        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
-    },
-    "vision_config": {"model_type": "qwen3_vl", "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    **dict(zip(NAMES, range(5, 9), strict=True)),  # of the test's tokenizer
+    "text_config": {"rope_theta": 5_000_000},
+    "vision_config": {},
 }
-"""The fields of Qwen3-VL-8B that mmpos reads, with the token ids of the test's tokenizer."""
+"""The fields of Qwen3-VL-8B that differ from the defaults of its type."""
 IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
     "patch_size": 16,
     "temporal_patch_size": 2,
     "merge_size": 2,
@@ -113,62 +109,22 @@ def test_an_error_names_the_unusable_file(folder: Path, path: str, content: str 
     assert str(raised.value).startswith(f"{folder}/mmpos.toml: profiles.a.{message.format(model=folder / 'model')}")
 
 
-# Schemes of the user's own
-
-MODULE = """
-from dataclasses import dataclass
-
-import numpy as np
-
-from mmpos.schemes import Flatten, Placement, Scheme
-
-
-@dataclass(frozen=True)
-class DiagonalTie(Scheme):
-    name = "diagonal-tie"
-    axes = 2
-    step: int = 1
-
-    def advance(self, grids):
-        return self.step * (grids.height + grids.width)
-
-    def place(self, grids, cursor):
-        return Placement([cursor, cursor], step_row=[self.step, self.step], step_col=[0, self.step])
-
-
-class Plain(DiagonalTie):
-    name = "plain-tie"
-    linear_in = ("cursor",)
-
-
-class Taken(Flatten):
-    pass
-
-
-class NeedsWidth(Plain):
-    name = "needs-width"
-
-    def __init__(self, width):
-        pass
-
-
-WIDE = DiagonalTie(step=2)
-"""
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
-IDS = [[0, 1, 2, 3, 3, 3, 4, 4, 4, 8, 9], [0, 1, 2, 3, 4, 5, 4, 5, 6, 8, 9]]
+IDS = [[0, 1, 2, 3, 3, 3, 4, 4, 4, 9, 10], [0, 1, 2, 3, 5, 7, 3, 5, 7, 9, 10]]
 SETTINGS = """
-schemes = ["served_schemes:DiagonalTie", "served_schemes:Plain"]
+schemes = ["served_schemes:Wide", "served_schemes:Plain"]
 [profiles.default]
-[profiles.wide]
-scheme = { name = "diagonal-tie", step = 2 }
+[profiles.wider]
+scheme = { name = "wide", stride = 3 }
 """
 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write the user's module, and return its folder."""
-    (tmp_path / "served_schemes.py").write_text(MODULE)
+    """Write the user's module into the working folder, where servers look for modules; return the folder."""
+    (tmp_path / "served_schemes.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -176,31 +132,29 @@ def test_workers_serve_a_scheme_of_the_users_own_like_any_other(start: Start, mo
     (module / "mmpos.toml").write_text(SETTINGS)
     server = start("--config", str(module / "mmpos.toml"), "--workers", "2")
     with Client(server.address, timeout=300) as client:
-        for scheme in ("diagonal-tie", "plain-tie"):
+        for scheme in ("wide", "plain"):
             placed = client.place(SEGMENTS, scheme)
-            assert (placed.dense().tolist(), placed.scheme, placed.next_positions.tolist()) == (IDS, scheme, [10])
+            assert (placed.dense().tolist(), placed.scheme, placed.next_positions.tolist()) == (IDS, scheme, [11])
         ids = InputIds([1, 1, 1, *[5] * 6, 1, 1], Placeholders(image=5), [[1, 2, 3]])
-        assert client.place(ids, "diagonal-tie").dense().tolist() == IDS
-        assert client.build(["abc", Grid(2, 3), "d"], scheme="diagonal-tie").positions.dense().tolist() == [
-            [0, 1, 2, 3, 4, 4, 4, 5, 5, 5, 9, 10],
-            [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 9, 10],
+        assert client.place(ids, "wide").dense().tolist() == IDS
+        assert client.build(["abc", Grid(2, 3), "d"], scheme="wide").positions.dense().tolist() == [
+            [0, 1, 2, 3, 4, 4, 4, 5, 5, 5, 10, 11],
+            [0, 1, 2, 3, 4, 6, 8, 4, 6, 8, 10, 11],
         ]
         assert client.place(SEGMENTS).scheme == "rope-tie"
-        wide = client.with_options(profile="wide").place(SEGMENTS)
-        assert wide.dense().tolist() == [[0, 1, 2, 3, 3, 3, 5, 5, 5, 13, 14], [0, 1, 2, 3, 5, 7, 5, 7, 9, 13, 14]]
+        wider = client.with_options(profile="wider").place(SEGMENTS)
+        assert wider.dense().tolist() == [[0, 1, 2, 3, 3, 3, 4, 4, 4, 12, 13], [0, 1, 2, 3, 6, 9, 3, 6, 9, 12, 13]]
         known = {scheme.name: scheme for scheme in client.info().schemes}
-        assert (known["plain-tie"].axes, [*known["plain-tie"].parameters]) == (2, [])
-        with pytest.raises(InvalidInputError, match=r"^scheme: got 'mine', want .* omnigen2, diagonal-tie, plain-tie$"):
+        assert (known["plain"].axes, [*known["plain"].parameters]) == (2, ["stride"])
+        with pytest.raises(InvalidInputError, match=r"^scheme: got 'mine', want .* omnigen2, wide, plain$"):
             client.place(SEGMENTS, "mine")
 
 
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("served_schemes", "has no attribute ''"),
         ("nowhere:Own", "No module named 'nowhere'"),
-        ("served_schemes:NeedsWidth", "missing 1 required positional argument: 'width'"),
-        ("served_schemes:WIDE", ", an object with parameters, want its class"),
+        ("served_schemes:WIDER", ", an object with parameters, want its class"),
         ("pathlib:Path", ", which is PosixPath, want a Scheme"),
         ("served_schemes:Taken", "but the name 'flatten' is already taken"),
     ],

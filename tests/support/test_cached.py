@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError, dataclass, field
 from typing import assert_type
 
@@ -41,24 +42,21 @@ def test_a_value_is_computed_once_for_each_instance() -> None:
 
 def test_threads_that_compute_a_value_concurrently_receive_the_same_object() -> None:
     shared = Frozen(waits=True)
-    values: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: values.append(shared.value)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-        assert shared.started.wait(WAIT)
-        shared.started.clear()
-    shared.release.set()
-    for thread in threads:
-        thread.join()
-    assert values[0] is values[1] is shared.value
+    values = []
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            values.append(threads.submit(lambda: shared.value))
+            assert shared.started.wait(WAIT)
+            shared.started.clear()
+        shared.release.set()
+    assert values[0].result() is values[1].result() is shared.value
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the situation under test
 def test_a_child_forked_during_a_computation_computes_its_own_value() -> None:
     busy = Frozen(waits=True)
-    thread = threading.Thread(target=lambda: busy.value)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(lambda: busy.value)
         assert busy.started.wait(WAIT)
         child = multiprocessing.get_context("fork").Process(target=lambda: Frozen().value)
         child.start()
@@ -66,7 +64,5 @@ def test_a_child_forked_during_a_computation_computes_its_own_value() -> None:
         code = child.exitcode
         child.kill()
         child.join()
-        assert code == 0
-    finally:
         busy.release.set()
-        thread.join()
+    assert code == 0

@@ -28,10 +28,13 @@ BIN = str(Path(sys.executable).parent)
 NODE = ROOT / "tests" / "foreign" / "node"
 
 
+PROFILES = {"default": {"images": {"backend": "pillow"}}}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     # Use the same backend as the tests below, since torchvision rounds pixels differently.
-    with running(ServerConfig({"default": {"images": {"backend": "pillow"}}}), rotations=True) as address:
+    with running(ServerConfig(PROFILES, overload_ms=60_000), rotations=True) as address:
         yield address
 
 

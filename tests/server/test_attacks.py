@@ -56,7 +56,7 @@ class Witness:
         """Check the server's health and ask for known positions until cancelled."""
         segments = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])
         wanted = place(segments).dense()
-        async with grpc.aio.insecure_channel(address) as channel, AsyncClient(address, timeout=10) as client:
+        async with grpc.aio.insecure_channel(address) as channel, AsyncClient(address, timeout=300) as client:
             check: Any = channel.unary_unary(HEALTH)
             while True:
                 began = time.perf_counter()
@@ -110,6 +110,8 @@ async def attack(
         before = await rested(pid, min(seconds / 2, 15.0))
         watching = asyncio.create_task(witness.watch(address))
         await attacked(seconds, first + 10_000)
+        while not (witness.polite or watching.done()):  # on a busy machine, it begins late
+            await asyncio.sleep(0.05)
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
@@ -143,4 +145,4 @@ def test_attacks_leave_no_slot_taken() -> None:
         assert tally.statuses.keys() >= {"OK", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}
         assert tally.bad == {}
         assert eventually(lambda: not server.taken()), server.taken()
-        assert server.metric("in_flight") == server.metric("streams") == 0
+        assert eventually(lambda: server.metric("in_flight") == server.metric("streams") == 0)

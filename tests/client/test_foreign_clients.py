@@ -28,13 +28,11 @@ BIN = str(Path(sys.executable).parent)
 NODE = ROOT / "tests" / "foreign" / "node"
 
 
-PROFILES = {"default": {"images": {"backend": "pillow"}}}
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     # Use the same backend as the tests below, since torchvision rounds pixels differently.
-    with running(ServerConfig(PROFILES, overload_ms=60_000), rotations=True) as address:
+    config = ServerConfig({"default": {"images": {"backend": "pillow"}}}, overload_ms=60_000)
+    with running(config, rotations=True) as address:
         yield address
 
 

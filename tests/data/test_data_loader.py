@@ -190,9 +190,7 @@ def test_workers_together_yield_every_token_once_and_reproducibly(
 
 def test_batches_built_through_a_client_match_those_from_a_builder(tmp_path: Path) -> None:
     settings, rows = tmp_path / "server.toml", records(0, 20)
-    settings.write_text(
-        'overload_ms = 60_000\n[profiles.default.images]\nbackend = "pillow"\npatch_size = 4\nmin_pixels = 64\n'
-    )
+    settings.write_text('[profiles.default.images]\nbackend = "pillow"\npatch_size = 4\nmin_pixels = 64\n')
     rows[5]["image"]["bytes"] = b"no image at all"
     rows[11]["image"]["bytes"] = rows[11]["image"]["bytes"][:300]
     readers = shards(write_parquet(tmp_path / "a.parquet", rows))
@@ -202,7 +200,7 @@ def test_batches_built_through_a_client_match_those_from_a_builder(tmp_path: Pat
         batches = list(data(readers, preprocess=Preprocess(HFImages(), builder), **options))
         return batches, sorted((line["index"], line["error"]) for line in read_quarantine(tmp_path / name))
 
-    with running(load(settings)) as address, Client(address, timeout=300) as client:
+    with running(replace(load(settings), overload_ms=60_000)) as address, Client(address, timeout=300) as client:
         served = run(client, "served", 4)
     assert_equal(served, run(BUILDER, "alone", 0))
     assert [index for index, _ in served[1]] == [5, 11]

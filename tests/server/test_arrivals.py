@@ -260,9 +260,9 @@ def test_queued_work_ends_when_its_call_is_cancelled() -> None:
             await queued
         busy.set()
         assert all(waiting.result(60) for waiting in first)
-        together = threading.Barrier(2, timeout=60)  # which both threads reach once they have dropped the queued work
+        together = threading.Barrier(2, timeout=300)  # which both threads reach once they have dropped the queued work
         for waiting in [threads.pools["work"].submit(together.wait) for _ in range(2)]:
-            waiting.result(60)
+            waiting.result(300)
         del large, queued
         await asyncio.sleep(0)  # for the callbacks of the cancelled futures
         gc.collect()

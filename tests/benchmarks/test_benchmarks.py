@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from fill_tables import RESULTS
+from server_program import PATIENT
 
 from mmpos.errors import ServiceError
 from mmpos_bench.peers.rotations import DIFFUSERS
 from mmpos_bench.proofs import NotEqualError
 from mmpos_bench.results import SuiteReport, from_json
 from mmpos_bench.rotary import ALL_GROUPS, FUSED
-from mmpos_bench.serving import Load, Order, clients, echo, started
+from mmpos_bench.serving import Load, Order, clients, echo, service, started
 from mmpos_bench.suites import SUITES, run
 
 PLAIN = ["eager formula", "torch.compile", "Transformers"]
@@ -29,7 +32,11 @@ ONLY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", [pytest.param(suite, marks=ONLY.get(suite, ())) for suite in SUITES])
-def test_a_quick_suite_runs_every_path_with_the_recorded_contestants(suite: str) -> None:
+def test_a_quick_suite_runs_every_path_with_the_recorded_contestants(
+    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (settings := tmp_path / "mmpos.toml").write_text(PATIENT)
+    monkeypatch.setattr("mmpos_bench.service.service", partial(service, "--config", str(settings)))
     report = run(suite, peers=True, quick=True)
     assert sorted(report.missing) == (["Liger", "flash-attention", "flashinfer"] if suite == "rotary" else [])
     ways = {

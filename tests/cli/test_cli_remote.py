@@ -58,6 +58,7 @@ def test_info_and_health_describe_the_server(server: str, run: Run) -> None:
 def profiles() -> Iterator[str]:
     """Start a server with profiles whose schemes differ from the command line's default."""
     config = """
+        overload_ms = 60_000
         [profiles.floor]
         scheme = { name = "rope-tie-v2", rounding = "floor" }
         [profiles.qwen]

@@ -242,7 +242,9 @@ def test_calls_are_spread_over_healthy_servers() -> None:
         counts = [fake.calls for fake in fakes]
         for _ in range(10):
             client.place(SEGMENTS)
-        assert [fake.calls for fake in fakes] == [counts[0] + 5, counts[1] + 5, 0]
+        first, second, third = (fake.calls - before for fake, before in zip(fakes, counts, strict=True))
+        # A turn ends early when the client learns late that the third server is not healthy.
+        assert (first + second, abs(first - second) <= 2, third) == (10, True, 0)
         unhealthy = stack.enter_context(Client(f"ipv4:{addresses[2]},127.0.0.1:1", attempts=1))
         assert failure(lambda: unhealthy.place(SEGMENTS))[0] is ServiceUnavailableError
 

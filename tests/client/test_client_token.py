@@ -110,7 +110,7 @@ def test_calls_and_streams_of_both_clients_carry_the_token(kind: str, server: st
     queries = [PositionsQuery(SEGMENTS)] * 3
     with open_client(kind, server, token=TOKEN) as client:
         assert (client.place(SEGMENTS).num_tokens, len(list(client.stream(queries)))) == (3, 3)
-        assert client.with_options(timeout=9).place(SEGMENTS).num_tokens == 3
+        assert client.with_options(timeout=300).place(SEGMENTS).num_tokens == 3
     error = ServiceUnauthenticatedError, 'authorization: got no known token, want "Bearer TOKEN"'
     for token in (None, OTHER):
         with open_client(kind, server, token=token) as client:

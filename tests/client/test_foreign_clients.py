@@ -31,7 +31,8 @@ NODE = ROOT / "tests" / "foreign" / "node"
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     # Use the same backend as the tests below, since torchvision rounds pixels differently.
-    with running(ServerConfig({"default": {"images": {"backend": "pillow"}}}), rotations=True) as address:
+    config = ServerConfig({"default": {"images": {"backend": "pillow"}}}, overload_ms=60_000)
+    with running(config, rotations=True) as address:
         yield address
 
 

@@ -195,7 +195,7 @@ def test_batches_built_through_a_client_match_those_from_a_builder(tmp_path: Pat
         batches = list(data(readers, preprocess=preprocess, quarantine=tmp_path / name, threads=threads))
         return batches, sorted((line["index"], line["error"]) for line in read_quarantine(tmp_path / name))
 
-    with running(load_config(settings)) as address, Client(address, timeout=300) as client:
+    with running(replace(load_config(settings), overload_ms=60_000)) as address, Client(address, timeout=300) as client:
         served = run(client, "served", 4)
     assert_equal(served, run(BUILDER, "alone", 0))
     assert [index for index, _ in served[1]] == [5, 11]

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+PATIENT = "overload_ms = 60_000\n"
+"""Settings of a server that a busy machine does not lead to refuse calls."""
+
 
 def _children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
@@ -33,6 +36,9 @@ class Program:
         command = [sys.executable, *(program if before else ["-m", "mmpos_server"]), *arguments]
         if "--listen" not in arguments:
             command += ["--listen", "127.0.0.1:0"]
+        if "--config" not in arguments:
+            (settings := log.with_suffix(".toml")).write_text(PATIENT)
+            command += ["--config", str(settings)]
         with log.open("w") as err:  # a file, since a pipe that nobody reads would block a server that logs
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True)
         assert process.stdout is not None

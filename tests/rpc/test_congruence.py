@@ -63,7 +63,7 @@ scheme = "tmrope"
 markers = { video = 400, audio = 401, audio_begin = 402, audio_end = 403 }
 images = { backend = "pillow" }
 """
-SERVED = ServerConfig.read(PROFILES)
+SERVED = replace(ServerConfig.read(PROFILES), overload_ms=60_000)
 LOCAL = Profiles.from_config(SERVED)
 BUILDER = LOCAL.default.builder
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(6)]])

@@ -120,4 +120,4 @@ def test_attacks_leave_no_slot_taken() -> None:
         assert statuses.keys() >= {"OK", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}
         assert bad == []
         assert eventually(lambda: not server.taken()), server.taken()
-        assert server.metric("in_flight") == server.metric("streams") == 0
+        assert eventually(lambda: server.metric("in_flight") == server.metric("streams") == 0)

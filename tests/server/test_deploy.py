@@ -22,7 +22,7 @@ import pytest
 import typer
 import yaml
 from http2 import Connection, message
-from server_program import Start, metrics_of
+from server_program import PATIENT, Start, metrics_of
 from waiting import eventually, free_port
 
 import mmpos
@@ -126,7 +126,7 @@ def test_strangers_get_neither_more_threads_nor_more_memory_than_the_page_says(s
     (most,) = map(int, re.findall(r"starts at most (\d+) threads", DEPLOYING))
     (tasks,) = map(int, lines_of("mmpos.service", "TasksMax"))
     size = 4 * MIB
-    (tmp_path / "mmpos.toml").write_text(f"request_bytes = {size}\n")
+    (tmp_path / "mmpos.toml").write_text(f"{PATIENT}request_bytes = {size}\n")
     server = start("--config", str(tmp_path / "mmpos.toml"), "--metrics", f"127.0.0.1:{free_port()}")
 
     def status(name: str) -> int:

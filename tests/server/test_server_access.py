@@ -149,7 +149,7 @@ def test_every_method_except_health_requires_a_token(file: Path) -> None:
 
 
 def test_a_request_without_a_token_is_not_read(file: Path) -> None:
-    config = replace(load(), request_bytes=1024)
+    config = replace(load(), request_bytes=1024, overload_ms=60_000)
     with started(config, listen=Listen(token_file=file)) as (server, address), connected(address) as channel:
         ask, more = channel.unary_unary(PLACE), threading.Event()
         assert ending(ask, bytes(100_000)) == UNAUTHENTICATED

@@ -37,7 +37,7 @@ from mmpos_server.sequence_service import SequenceService
 from mmpos_server.services import methods, place_method
 from mmpos_server.testing import running
 
-CONFIG = load()
+CONFIG = replace(load(), overload_ms=60_000)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_two_threads_decode_images_and_no_other_call_waits(monkeypatch: pytest.M
         assert client.build(["a"]).input_ids.tolist() == [97]
         done.set()
         local = SequenceBuilder(images=ImageProcessor("pillow")).build(["a", large])
-        for sequence in (call.result(60) for call in calls):
+        for sequence in (call.result(300) for call in calls):
             np.testing.assert_array_equal(sequence.patches, local.patches)
             assert sequence.image_hashes == local.image_hashes
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from server_program import Program, Start, answer, metrics_of
+from server_program import PATIENT, Program, Start, answer, metrics_of
 from waiting import alive, descendants, eventually, free_port
 
 from mmpos import SegmentTable, Text
@@ -42,7 +42,7 @@ def events(server: Program) -> list[str]:
 
 
 def test_sigterm_under_load_loses_no_call_and_removes_the_socket(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "mmpos.toml").write_text("log_sample = 1\n")
+    (tmp_path / "mmpos.toml").write_text(f"{PATIENT}log_sample = 1\n")
     uds = f"unix:{tmp_path}/socket"
     server = start("--config", str(tmp_path / "mmpos.toml"), "--listen", "127.0.0.1:0", "--listen", uds)
     assert server.process.stdout is not None
@@ -109,8 +109,8 @@ def test_a_server_exits_with_status_3_if_a_thread_never_returns(start: Start, si
 BROKEN = [
     ("mmpos_server.app.Server.stop = lambda *_: 1 / 0", "stop failed", process.CUT_OFF),
     (
-        "import threading; mmpos_server.pulse.Pulse.start = "
-        "lambda self, _: threading.Timer(0.5, self._failed, ['3 calls to itself failed']).start()",
+        "import signal; mmpos_server.pulse.Pulse.start = lambda self, _: "
+        "signal.signal(signal.SIGUSR1, lambda *_: self._failed('3 calls to itself failed'))",
         "server failed",
         process.FAILED,
     ),
@@ -120,8 +120,7 @@ BROKEN = [
 @pytest.mark.parametrize(("code", "event", "status"), BROKEN)
 def test_a_server_that_fails_ends_with_a_reason(start: Start, code: str, event: str, status: int) -> None:
     server = start(before=f"import mmpos_server.app\n{code}")
-    if event == "stop failed":
-        server.process.terminate()
+    server.process.send_signal(signal.SIGTERM if event == "stop failed" else signal.SIGUSR1)
     assert server.end()[0] == status
     (line,) = (line for line in server.lines() if line["event"] == event)
     assert "ZeroDivisionError" in line["exception"] if event == "stop failed" else line["reason"].endswith("failed")

@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
+from http2 import Connection, message
 from prometheus_client import CollectorRegistry
 from server_program import Start, answer
+from serving import PLACE
 from waiting import eventually, free_port
 
 from mmpos.errors import InvalidInputError
+from mmpos.rpc.v1.positions_pb2 import PlaceRequest
 from mmpos_server import page
 from mmpos_server.page import exposed
 
@@ -89,18 +92,15 @@ def test_the_page_of_a_server_has_its_own_address_and_is_not_ready_while_the_ser
     assert [status(port, path, host) for path in ("/readyz", "/livez")] == [200, 200]
     with pytest.raises(ConnectionRefusedError):
         status(port, "/livez")
-    seen: set[int] = set()
-
-    def stopped() -> bool:
-        try:
-            seen.add(status(port, "/readyz", host))
-        except OSError:
-            return True
-        return False
-
-    server.process.terminate()
-    assert eventually(stopped)
-    assert 503 in seen
+    placed = 'mmpos_requests_total{method="Place",status="OK"} 1.0'
+    query = PlaceRequest(query={"spans": {"lengths": [2**17]}, "dense": {}})  # type: ignore[arg-type]
+    with Connection(server.address, window=0) as connection:  # the server waits until its answer is read
+        stream = connection.call(PLACE, (b"authorization", b"Bearer alice-alice-alice-1"))
+        connection.send(stream, message(query.SerializeToString()))
+        assert eventually(lambda: placed in answer(port, "/metrics", host=host)[1])
+        server.process.terminate()
+        assert eventually(lambda: status(port, "/readyz", host) == 503)
     code, lines = server.end()
     assert code == 0
-    assert [line["file"] for line in lines if line["level"] == "warning"] == [str(tokens)]  # once for all workers
+    warned = [line["file"] for line in lines if line["event"] == "every user of this machine may read a secret"]
+    assert warned == [str(tokens)]  # once for all workers

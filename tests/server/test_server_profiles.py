@@ -11,7 +11,7 @@ import pytest
 from chat_tokenizer import QWENS, chat_tokenizer
 from own_schemes import OWN
 from qwen_processors import NAMES
-from server_program import Start
+from server_program import PATIENT, Start
 
 from mmpos.client import Client, InputIds
 from mmpos.errors import InvalidInputError
@@ -129,7 +129,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_workers_serve_a_scheme_of_the_users_own_like_any_other(start: Start, module: Path) -> None:
-    (module / "mmpos.toml").write_text(SETTINGS)
+    (module / "mmpos.toml").write_text(PATIENT + SETTINGS)
     server = start("--config", str(module / "mmpos.toml"), "--workers", "2")
     with Client(server.address, timeout=300) as client:
         for scheme in ("wide", "plain"):

@@ -15,7 +15,7 @@ from http2 import Connection, message
 from serving import CHECK, LARGE, PLACE, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
 from waiting import bounded, eventually
 
-from mmpos_server import app, arrivals, listening
+from mmpos_server import app, arrivals, listening, pulse
 from mmpos_server.config import load
 from mmpos_server.testing import running
 
@@ -81,6 +81,7 @@ def test_a_request_that_does_not_arrive_in_time_is_ended_and_logged(
             connection.send(stream, half, end=False)
             code, error = connection.ended(stream)
             assert (code, b"request: no whole message arrived in 0 s" in error) == ("DEADLINE_EXCEEDED", True), path
+        monkeypatch.undo()
         assert status_of(connection, PLACE, REQUEST) == "OK"
     assert eventually(lambda: not server.taken() and server.metric("in_flight") == 0)
     late = ["Place", "StreamPlace", "Check", "Watch", "ServerReflectionInfo"]
@@ -173,7 +174,10 @@ def test_a_client_that_does_not_read_an_answer_in_time_loses_its_call(
     assert eventually(lambda: not server.taken())
 
 
-def test_health_is_answered_while_every_place_is_taken_and_calls_are_refused(serve: Serve) -> None:
+def test_health_is_answered_while_every_place_is_taken_and_calls_are_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "_PERIOD_SECONDS", 600.0)  # so that no call changes the lags below
     server = serve()
     for places in (server.server.arrivals.messages, server.server.arrivals.streams, server.server.arrivals.work):
         places.add("other", places.limit)
@@ -228,14 +232,15 @@ def test_connections_are_limited_in_number_rest_and_age(
     monkeypatch.setattr(app, "transport_options", altered)
     address = serve().address
     with Connection(address) as first, Connection(address) as second, Connection(address) as third:
-        if len(changed) == 2:
-            first.send(first.call(STREAM), REQUEST, end=False)
-        elif "max_connection_idle_ms" in changed:
-            assert status_of(first, PLACE, REQUEST) == "OK"
-        else:
+        if "max_allowed_incoming_connections" in changed:
             assert [status_of(connection, PLACE, REQUEST) for connection in (first, second, third)] == ["OK"] * 3
             with suppress(ConnectionError), Connection(address) as fourth:  # refused before its first frames, or after
                 assert fourth.closed()
             assert status_of(first, PLACE, REQUEST) == "OK"
             return
+        with suppress(ConnectionError):  # on a busy machine, the connection may end before the call
+            if len(changed) == 2:
+                first.send(first.call(STREAM), REQUEST, end=False)
+            else:
+                status_of(first, PLACE, REQUEST)
         assert first.closed()

@@ -264,12 +264,9 @@ def members(records: int, prefix: str = "") -> list[tuple[str, bytes]]:
 
 def intact(records: int, path: Path, prefix: str = "") -> Seen:
     """Return the records that an intact archive of these members contains."""
-    content = dict(members(records, prefix))
-    keys = [f"{prefix}{i}" for i in range(records)]
-    return [
-        (i, {"__key__": key, "__url__": str(path), "jpg": content[f"{key}.jpg"], "txt": content[f"{key}.txt"]})
-        for i, key in enumerate(keys)
-    ]
+    found = [{"__key__": f"{prefix}{i}", "__url__": str(path)} for i in range(records)]
+    contents = iter(members(records, prefix))
+    return [(i, record | {"jpg": next(contents)[1], "txt": next(contents)[1]}) for i, record in enumerate(found)]
 
 
 def changed(data: bytes, at: int, new: bytes) -> bytes:

@@ -321,6 +321,7 @@ def sized(size: int, form: Any = tarfile.GNU_FORMAT) -> bytes:
         (b"", 0, "no header at byte 0 (the end of the file)"),
         (bytes(BLOCK), 0, "one block of zeros at byte 0, where a header or two blocks of zeros should be"),
         (FOUR + b"and more", 4, f"data at byte {len(FOUR)}, after the end of the archive"),
+        (FOUR + bytes(2**21) + b"x", 4, f"data at byte {len(FOUR) + 2**21}, after the end of the archive"),
         (FOUR + archive(members(2)), 4, f"data at byte {len(FOUR)}, after the end of the archive"),
         (b"no archive" * 100, 0, "no header at byte 0 (invalid header)"),
         (changed(FOUR, 5 * BLOCK, bytes(5 * BLOCK)), 1, f"data at byte {10 * BLOCK}, after the end of the archive"),

@@ -264,9 +264,9 @@ def members(records: int, prefix: str = "") -> list[tuple[str, bytes]]:
 
 def intact(records: int, path: Path, prefix: str = "") -> Seen:
     """Return the records that an intact archive of these members contains."""
-    found = [{"__key__": f"{prefix}{i}", "__url__": str(path)} for i in range(records)]
+    heads = [{"__key__": f"{prefix}{i}", "__url__": str(path)} for i in range(records)]
     contents = iter(members(records, prefix))
-    return [(i, record | {"jpg": next(contents)[1], "txt": next(contents)[1]}) for i, record in enumerate(found)]
+    return [(i, record | {"jpg": next(contents)[1], "txt": next(contents)[1]}) for i, record in enumerate(heads)]
 
 
 def changed(data: bytes, at: int, new: bytes) -> bytes:

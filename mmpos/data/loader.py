@@ -238,9 +238,7 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
             got = "a dataset created before torch.distributed was initialised"
             raise InvalidInputError(f"rank: got {got}, want it created after, or with rank and world_size")
         info = get_worker_info()
-        if info is None:
-            return self._split
-        return Split(self._split.rank, self._split.world_size, info.id, info.num_workers, self._split.by)
+        return self._split if info is None else replace(self._split, worker=info.id, num_workers=info.num_workers)
 
     _draws = Draws()
 
@@ -262,8 +260,7 @@ class BatchDataset(IterableDataset[_Item], Generic[_Item]):  # generic to type c
         for i, (name, (shards, preprocess)) in enumerate(zip(self._draws.names, corpora, strict=True)):
             read = [(counts or {}).get(f"{what}/{name}" if name else what, 0) for what in ("records", "skipped")]
             quarantine = Quarantine(*self._policy, lines, {"epoch": epoch}, *read)
-            seed = (self._seed, epoch)
-            feeds.append(Feed(shards, preprocess, quarantine, split, self._shuffle, seed, i))
+            feeds.append(Feed(shards, preprocess, quarantine, split, self._shuffle, (self._seed, epoch), i))
         return feeds
 
     def _identity(self) -> dict[str, object]:

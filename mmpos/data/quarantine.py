@@ -14,7 +14,7 @@ from typing import Any, Literal
 from mmpos.data.examples import ImageError, Location, RecordError
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.support.checks import counted, finite, one_of
-from mmpos.support.files import local_path, named
+from mmpos.support.files import named
 
 __all__ = ["MAX_SKIPPED", "OnError", "Quarantine", "QuarantineFile", "read_quarantine", "reason", "skips_images"]
 
@@ -128,8 +128,7 @@ class Quarantine:
             return
         record = raw if isinstance(raw, Mapping) else {}
         keys = (str(record[name]) for name in ("__key__", "key", "id") if isinstance(record.get(name), str | int))
-        key = next(keys, None)
-        line = {"source": location.source, "index": location.index, "key": key, "error": message}
+        line = {"source": location.source, "index": location.index, "key": next(keys, None), "error": message}
         self._keep(line | more | self._facts)
 
 
@@ -142,16 +141,13 @@ class QuarantineFile:
     """File of JSON lines, one per skipped record, even if a resumed run skips a record again.
 
     Args:
-        path: path of the file, whose folder is made; the first line creates the file, or is appended to an existing one.
-
-    Raises:
-        OSError: the folder cannot be made.
+        path: path of the file; its folder is made at once, and the first line creates the file or is appended to it.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._records: set[tuple[object, ...]] | None = None
+        self._records = set(map(_record, _lines(path))) if path.exists() else set()
 
     def __call__(self, line: Line) -> None:
         """Append a record's line unless the record is already in the file.
@@ -159,20 +155,17 @@ class QuarantineFile:
         Raises:
             OSError: the file cannot be written; its content is unchanged.
         """
-        if self._records is None:
-            self._records = set(map(_record, _lines(self._path))) if self._path.exists() else set()
         if _record(line) in self._records:
             return
         data = (json.dumps(line) + "\n").encode()
-        with named(self._path):
-            with self._path.open("ab", buffering=0) as file:
-                size = file.tell()
-                try:
-                    while data:
-                        data = data[file.write(data) :]
-                except OSError:
-                    file.truncate(size)  # a partial line would corrupt the file
-                    raise
+        with named(self._path), self._path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(size)  # a partial line would corrupt the file
+                raise
         self._records.add(_record(line))
 
 
@@ -182,10 +175,9 @@ def read_quarantine(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         InvalidInputError: the folder does not exist.
     """
-    path = local_path("folder", folder)
-    if not path.is_dir():
+    if not Path(folder).is_dir():
         raise InvalidInputError(f"folder: got {str(folder)!r}, want the existing folder of a run with quarantine=…")
-    return [line for file in sorted(path.glob("*.jsonl")) for line in _lines(file)]
+    return [line for file in sorted(Path(folder).glob("*.jsonl")) for line in _lines(file)]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

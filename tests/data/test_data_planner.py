@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_corpora import CORPORA, corpus
 from pyarrow import parquet
+from refusals import assert_refused
 
 from mmpos import Grid, InvalidInputError, SequenceBuilder
 from mmpos.__main__ import main
@@ -118,8 +119,7 @@ def test_a_dummy_is_appended_to_a_pack_that_needs_an_image_and_is_not_trained_on
     padded = PlannedPack(pack, 1.0, True).with_dummy(image)
     labels = [(example.key, example.labels.tolist()) for example in padded.examples]
     assert labels == [("text", text.labels.tolist()), ("image", [-100] * 4)]
-    with pytest.raises(InvalidInputError, match="dummy: got an example without an image"):
-        PlannedPack(pack, 1.0, True).with_dummy(text)
+    assert_refused("dummy: got an example without an image", lambda: PlannedPack(pack, 1.0, True).with_dummy(text))
 
 
 def test_the_mean_of_weighted_losses_is_the_mean_over_all_labels() -> None:
@@ -307,15 +307,13 @@ def test_every_iteration_begins_at_the_first_step_and_steps_begins_at_any(
     next(stopped)
     assert (keys(packs), keys(stopped)) == (first, first[1:])  # a new iteration does not disturb the one before it
     assert [keys(packs.steps(start)) for start in range(3)] == [first, first[1:], []]
-    with pytest.raises(InvalidInputError, match="start: got 3, want <= 2"):
-        next(packs.steps(3))
-    with pytest.raises(InvalidInputError, match="rank: got 2, want <= 1"):
-        PlannedPacks(written, 2)
+    assert_refused("start: got 3, want <= 2", lambda: next(packs.steps(3)))
+    assert_refused("rank: got 2, want <= 1", lambda: PlannedPacks(written, 2))
     written.with_name("a.parquet").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.parquet"):
         next(iter(PlannedPacks(written, 0)))
-    with pytest.raises(InvalidInputError, match=r"^path: got '.*/none\.parquet', want an existing index of a plan$"):
-        PlannedPacks(written.with_name("none.parquet"), 0)
+    none = written.with_name("none.parquet")
+    assert_refused(f"path: got '{none}', want an existing index of a plan", lambda: PlannedPacks(none, 0))
 
 
 def test_the_command_writes_an_index_and_a_report_or_names_the_fault(

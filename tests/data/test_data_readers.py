@@ -264,12 +264,9 @@ def members(records: int, prefix: str = "") -> list[tuple[str, bytes]]:
 
 def intact(records: int, path: Path, prefix: str = "") -> Seen:
     """Return the records that an intact archive of these members contains."""
-    content = dict(members(records, prefix))
-    keys = [f"{prefix}{i}" for i in range(records)]
-    return [
-        (i, {"__key__": key, "__url__": str(path), "jpg": content[f"{key}.jpg"], "txt": content[f"{key}.txt"]})
-        for i, key in enumerate(keys)
-    ]
+    heads = [{"__key__": f"{prefix}{i}", "__url__": str(path)} for i in range(records)]
+    contents = iter(members(records, prefix))
+    return [(i, record | {"jpg": next(contents)[1], "txt": next(contents)[1]}) for i, record in enumerate(heads)]
 
 
 def changed(data: bytes, at: int, new: bytes) -> bytes:
@@ -324,6 +321,7 @@ def sized(size: int, form: Any = tarfile.GNU_FORMAT) -> bytes:
         (b"", 0, "no header at byte 0 (the end of the file)"),
         (bytes(BLOCK), 0, "one block of zeros at byte 0, where a header or two blocks of zeros should be"),
         (FOUR + b"and more", 4, f"data at byte {len(FOUR)}, after the end of the archive"),
+        (FOUR + bytes(2**21) + b"x", 4, f"data at byte {len(FOUR) + 2**21}, after the end of the archive"),
         (FOUR + archive(members(2)), 4, f"data at byte {len(FOUR)}, after the end of the archive"),
         (b"no archive" * 100, 0, "no header at byte 0 (invalid header)"),
         (changed(FOUR, 5 * BLOCK, bytes(5 * BLOCK)), 1, f"data at byte {10 * BLOCK}, after the end of the archive"),

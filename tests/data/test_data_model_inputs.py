@@ -245,8 +245,9 @@ def test_images_and_videos_in_a_pack_are_separate_arguments() -> None:
     videos = ModelCollator(SETTINGS)([make(film, HERE)])
     assert videos["video_grid_thw"].tolist() == [[2, 2, 2]]
     assert "pixel_values" not in videos
-    planes = {"input_ids": [9, 7, 7, 10], "image_grid_thw": [[1, 2, 4]], "pixel_values": torch.randn(8, 3, 4, 4)}
-    assert torch.equal(ModelCollator(SETTINGS)([make(planes, HERE)])["pixel_values"], planes["pixel_values"])
+    planes = torch.randn(8, 3, 4, 4)  # pixels of an encoder that takes one plane per colour
+    photo = {"input_ids": [9, 7, 7, 10], "image_grid_thw": [[1, 2, 4]], "pixel_values": planes}
+    assert torch.equal(ModelCollator(SETTINGS)([make(photo, HERE)])["pixel_values"], planes)
 
 
 TIMED = replace(SETTINGS, scheme=MRopeTransformers(tokens_per_second=2))

@@ -68,10 +68,6 @@ class Peer:
     pairing: str = "adjacent"
     pipeline: str | None = None
 
-    def cos_sin(self, transformer: Any, document: Document) -> CosSin:
-        """Return the cos and sin of the class for a document."""
-        return ROTATIONS[self.rotation](transformer, document)
-
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "diffusers_transformers.json"
 PEERS = {name: Peer(**row) for name, row in json.loads(GOLDEN.read_text(encoding="utf-8")).items()}

@@ -50,11 +50,6 @@ class Layout:
     seconds: list[float] | None = None
     apart: bool = False
 
-    @property
-    def kinds(self) -> Array:
-        """(batch, seq) 0 for text, 1 for images, 2 for videos: Transformers' mm_token_type_ids."""
-        return np.where(self.input_ids == IMAGE, 1, 0) + np.where(self.input_ids == VIDEO, 2, 0)
-
     def segments(self) -> SegmentTable:
         """Build the segment table of the batch."""
         return SegmentTable.from_input_ids(
@@ -110,20 +105,21 @@ def rope_index(model: str, layout: Layout, listed: bool = False) -> Answer:
 
     ``listed`` passes the seconds as a list of floats instead of a tensor.
     """
+    ids, kinds = layout.input_ids, (layout.input_ids == IMAGE) + 2 * (layout.input_ids == VIDEO)
     vision = SimpleNamespace(spatial_merge_size=MERGE, tokens_per_second=layout.rate)
     method = weightless(model, SimpleNamespace(vision_config=vision)).get_rope_index
     seconds: dict[str, Any] = {}
     if layout.seconds is not None:
         seconds = {"second_per_grid_ts": layout.seconds if listed else torch.tensor(layout.seconds)}
-    ids, deltas = method(
-        torch.from_numpy(layout.input_ids),
-        torch.from_numpy(layout.kinds),
+    position_ids, deltas = method(
+        torch.from_numpy(ids),
+        torch.from_numpy(kinds),
         None if layout.images is None else torch.tensor(layout.images),
         None if layout.videos is None else torch.tensor(layout.videos),
         attention_mask=None if layout.attention_mask is None else torch.from_numpy(layout.attention_mask),
         **seconds,
     )
-    return Answer(ids.numpy(), deltas.numpy()[:, 0])
+    return Answer(position_ids.numpy(), deltas.numpy()[:, 0])
 
 
 def padded(rows: Sequence[Sequence[int]], side: str, value: int = 0, width: int = 0) -> Tensor:

@@ -42,10 +42,6 @@ LAYERS = {"depth", "encoder_layers", "layers", "n_layers", "num_hidden_layers", 
 
 VQ = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}
 SPEECH = {"depths": [1, 1], "downsampling_ratios": [2], "num_filters": 4}
-LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
-
-QUERIES = {"text_config": LLAMA, "num_query_tokens": 8, "vision_config": {"image_size": 28}}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 SMALL_VIT = {"architecture": "vit_tiny_patch16_224", "model_args": {"embed_dim": 64, "num_heads": 4, "depth": 1}}
 
@@ -54,37 +50,24 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "audio_config": {"codebook_dim": 64, "codebook_size": 64},
         "audio_token_offset": 264,
         "image_token_offset": 200,
-        "vision_config": {"base_channels": 32, "codebook_size": 64},
+        "vision_config": {"codebook_size": 64},
     },
-    "blip-2": {**QUERIES, "image_token_index": 7},
-    "chameleon": {"vq_config": VQ, "vocabulary_map": {"<image>": 7}},
-    "cohere2_vision": {"alignment_intermediate_size": 64},
+    "blip-2": {"image_token_index": 7},
+    "chameleon": {"vocabulary_map": {"<image>": 7}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
     "diffusion_gemma": {"text_config": {"moe_intermediate_size": 32, "num_experts": 4, "top_k_experts": 2}},
     "emu3": {"vq_config": VQ, "vocabulary_map": {"<image>": 7}},
-    "fast_vlm": {"vision_config": {"architecture": "resnet10t", "model_args": None}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
-    "gemma3n": {
-        "text_config": {"num_kv_shared_layers": 0},
-        "vision_config": SMALL_VIT,
-        "audio_config": {"conf_num_hidden_layers": 1, "conf_num_attention_heads": 4},
-    },
-    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
-    "instructblip": {**QUERIES, "image_token_index": 7},
-    "instructblipvideo": {**QUERIES, "num_query_tokens": 2, "video_token_index": 7},
-    "janus": {"vq_config": VQ, "vision_config": {"projection_dim": 64}},
-    "kyutai_speech_to_text": {"codebook_vocab_size": 64, "codec_config": {"num_filters": 4, "upsample_groups": 4}},
-    "llama4": {"text_config": {"intermediate_size_mlp": 64}, "vision_config": {"projector_output_dim": 64}},
+    "gemma3n": {"text_config": {"num_kv_shared_layers": 0}, "vision_config": SMALL_VIT},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
+    "instructblip": {"image_token_index": 7},
+    "instructblipvideo": {"video_token_index": 7},
+    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": 4}},
     "mistral4": {"head_dim": 32},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}, "text_config": {"rope_scaling_layers": [0, 1]}},
-    "muse_spark": {"text_config": {"moe_hidden_size": 64}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0, 1]}},
     "perception_lm": {"vision_config": SMALL_VIT},
     **{model: {"text_config": {"rope_parameters": SECTIONS}} for model in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
-    "pi0": {
-        "chunk_size": 5,
-        "vlm_config": {"projection_dim": 64, "vision_config": {"image_size": 28, "patch_size": 7}},
-    },
-    "phi4_multimodal": {"audio_config": {"nemo_conv_channels": 64}},
+    "pi0": {"chunk_size": 5, "vlm_config": {"projection_dim": 64, "vision_config": {"image_size": 28}}},
     "step3p7": {"text_config": {"sliding_window": 8}},
     "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
     "vibevoice": {

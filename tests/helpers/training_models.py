@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from hf_models import EXPERTS, SIZES
+from tiny_models import VQ
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import mmpos
@@ -14,48 +16,30 @@ from mmpos.integrations.models import MODEL_TYPES
 
 CONFIGS: Any = CONFIG_MAPPING
 
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
 # Every token is routed to every expert, since rounding could change which expert scores best.
-EXPERTS = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 2),
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 0,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
 TEXT = {
     **SIZES,
     **EXPERTS,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
     "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "attention_dropout": 0.0,
-    "initializer_range": 0.3,  # large, so that the logits depend on every token
 }
 
 ENCODER = {
-    **SIZES,
-    "depth": 2,
-    "embed_dim": 32,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "image_size": 32,
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "num_position_embeddings": 16,
-    "window_size": 16,
+    **dict.fromkeys(("embed_dim", "hidden_size", "out_hidden_size"), SIZES["hidden_size"]),
+    **dict.fromkeys(("depth", "num_hidden_layers", "spatial_merge_size", "temporal_patch_size"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "patch_size"), 4),
+    **dict.fromkeys(("image_size", "intermediate_size"), 32),
+    **dict.fromkeys(("num_position_embeddings", "window_size"), 16),
     "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [0],
 }
-
-PIXEL_TABLES = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": []}
 
 TOKENS = {
     "image_token_id": 300,
@@ -90,8 +74,8 @@ def tiny_config(model_type: str, **text: Any) -> Any:
     if vision is not None:
         arguments["vision_config"] = {**ENCODER, "model_type": vision.model_type}
     if model_type == "emu3":
-        return CONFIGS[model_type](**arguments, vq_config=PIXEL_TABLES, vocabulary_map={"<image>": 300})
-    return CONFIGS[model_type](**arguments, **({"vq_config": PIXEL_TABLES} if model_type == "janus" else {}))
+        return CONFIGS[model_type](**arguments, vq_config=VQ, vocabulary_map={"<image>": 300})
+    return CONFIGS[model_type](**arguments, **({"vq_config": VQ} if model_type == "janus" else {}))
 
 
 def tiny_model(config: Any) -> Any:

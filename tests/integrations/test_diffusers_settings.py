@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers_peers import PEERS, Document, Peer, transformer_of
+from diffusers_peers import PEERS, ROTATIONS, Document, Peer, transformer_of
 from refusals import assert_refused
 from tolerance import EXACT, FREQUENCY, cos_sin, unit
 
@@ -77,7 +77,7 @@ def test_rotations_equal_those_of_the_class(name: str, count: int) -> None:
         parts = document.parts(settings, text=peer.text)
         positions = settings.place([parts[::-1] if name == "ErnieImageTransformer2DModel" else parts])
         cos, sin = (torch.cat(both, -1) for both in zip(*(cos_sin_of(one, positions) for one in rotaries), strict=True))
-        want = peer.cos_sin(transformer, document)
+        want = ROTATIONS[peer.rotation](transformer, document)
         # Heads with different rotations are separate: each head of Allegro is a third of a head of the class.
         cos, sin = (x.reshape(len(want[0]), -1, want[0].shape[1]) for x in (cos, sin))
         bound = torch.from_numpy(np.concatenate([allowed(one, positions, peer) for one in rotaries], -1))

@@ -154,7 +154,7 @@ def test_unsupported_models_and_rotaries_are_refused() -> None:
     model, layered, kinds = model_of("llama"), model_of("gemma3"), ("full_attention", "sliding_attention")
     gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_embd=16, n_head=1, vocab_size=8))
     ours, want = Rotary(16), f"want a mapping from each layer type of {[*kinds]} to a Rotary"
-    for other, rotary, message in (
+    cases: tuple[tuple[Any, Any, str], ...] = (
         (gpt2, ours, "model: got GPT2LMHeadModel, which has no rotary_emb next to its layers"),
         (model_of("cohere"), ours, "model: got 'cohere', which has pairing 'adjacent', want pairing 'half'"),
         *((model_of(name, **changes), ours, f"model: got {kind}, which {why}") for name, kind, changes, why in UNLIKE),
@@ -172,7 +172,8 @@ def test_unsupported_models_and_rotaries_are_refused() -> None:
             dict(zip(kinds, (ours, Rotary(8)), strict=True)),
             "rotary['sliding_attention'].head_dim: got 8, want",
         ),
-    ):
+    )
+    for other, rotary, message in cases:
         assert_refused(message, partial(patch, other, rotary), MmposError)
     wrong: Any = "cuda"
     assert_refused("implementation: got 'cuda'", lambda: patch(model, ours, implementation=wrong))

@@ -79,10 +79,11 @@ def test_a_mask_with_a_run_per_frame_separates_grids_and_one_run_is_a_whole_grid
     frame = [0, 0, 1, 1, 0]  # timestamp, marker, two patches, marker
     video = feature("video", 2, 10, frame * 2, video_grid_thw=[2, 2, 4])
     whole = feature("video", 2, 14, [0, *[1] * 12, 0], video_grid_thw=[2, 4, 6])
-    for tokens, span, document in (
+    cases: tuple[tuple[int, Any, list[Text | Grid]], ...] = (
         (13, video, [Text(4), Grid(1, 2), Text(3), Grid(1, 2), Text(2)]),
         (17, whole, [Text(3), Grid(2, 3, frames=2), Text(2)]),
-    ):
+    )
+    for tokens, span, document in cases:
         table = request_segments(tokens, [span], spatial_merge_size=2)
         assert table.extents.tolist() == SegmentTable.from_documents([document]).extents.tolist()
 

@@ -1,24 +1,42 @@
-"""The tiny vision-language model in examples/: it learns to describe photos, and all decoding methods agree."""
+"""The tiny models in examples/: TinyVLM, and Qwen3-VL trained with rope_index and by TRL."""
 
 from __future__ import annotations
 
 import math
 import runpy
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_qwen3_vl
 import tiny_vlm
+import torch
 from tiny_vlm import TinyVLM, ask, nats, train
 from tiny_vlm_task import Photo, Shown, answer_of, load_photos, pairs
 
-from mmpos.integrations.hf import MMPosProcessor
+from mmpos.integrations.hf import MMPosProcessor, install
 from mmpos_server.testing import running
 
-EXAMPLE = Path(tiny_vlm.__file__)
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs an example with these options and returns its lines of output."""
+
+    def run(example: ModuleType, *options: str) -> list[str]:
+        path = Path(str(example.__file__))
+        monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
+        monkeypatch.setattr(sys, "argv", [path.name, *options])
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
 
 
 @cache
@@ -40,14 +58,9 @@ def answers_of(model: TinyVLM, batch: Any) -> list[str]:
     return answers
 
 
-def test_the_program_reports_that_all_decoding_methods_agree(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "path", [str(EXAMPLE.parent), *sys.path])
+def test_the_program_reports_that_all_decoding_methods_agree(run: Run) -> None:
     with running() as address:
-        monkeypatch.setattr(sys, "argv", [EXAMPLE.name, "--steps", "2", "--server", address])
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    first, *answers, cached, remote = capsys.readouterr().out.splitlines()
+        first, *answers, cached, remote = run(tiny_vlm, "--steps", "2", "--server", address)
     assert first.startswith("2 steps in ")
     assert len(answers) == 2 * len(photos())
     assert cached == "same without a cache: True"
@@ -78,3 +91,30 @@ def test_a_model_without_photos_can_only_guess() -> None:
     assert cost > math.log(16)
     chats: list[Shown] = [(photo,) for photo in photos()]
     assert len(set(answers_of(model.eval(), ask(processor(), chats, see=False)))) == 1
+
+
+def test_qwen3_vl_has_the_same_losses_and_weights_as_with_its_own_method() -> None:
+    model, own = tiny_qwen3_vl.make_model(), tiny_qwen3_vl.make_model()
+    assert tiny_qwen3_vl.train(install(model), photos()[:2], 2) == tiny_qwen3_vl.train(own, photos()[:2], 2)
+    for weight, other in zip(model.parameters(), own.parameters(), strict=True):
+        assert torch.equal(weight, other)
+
+
+@pytest.mark.slow
+def test_qwen3_vl_learns_to_describe_photos(run: Run) -> None:
+    first, *answers, last = run(tiny_qwen3_vl)
+    assert first.startswith("150 steps in ")
+    assert answers == [f"right: {photo.caption!r}" for photo in photos()]
+    assert last == "same with the model's own method: True"
+
+
+@pytest.mark.slow
+def test_trl_refuses_to_train_at_other_positions_than_those_of_the_rollout(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    import trl_rollouts
+
+    model = tiny_qwen3_vl.make_model()
+    records = trl_rollouts.roll_out(model, photos()[:2], copies=2)
+    trl_rollouts.train(model, records, str(tmp_path))
+    with pytest.raises(ValueError, match="the trainer's positions differ from the rollout's"):
+        trl_rollouts.train(model, records, str(tmp_path), mistake=True)

@@ -98,6 +98,7 @@ def test_dense_axes_can_be_repeated_and_reordered(one: PositionTable) -> None:
     assert one.dense(axes=(1,)).tolist() == [DENSE[1]]
     assert one.dense(axes=()).shape == (0, 11)
     halves = placed([Text(1), Grid(1, 2)], "rope-tie-v2")
+    assert [x.dense().dtype.name for x in (one, halves)] == ["int32", "float64"]
     assert halves.dense(axes=(1, 0, 1)).tolist() == [[0, 1, 2], [0, 1.5, 1.5], [0, 1, 2]]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,6 @@ from rotary_oracle import heads
 from torch import Tensor
 from torch.autograd import forward_ad
 
-import mmpos.rotary
 from mmpos import Grid, InvalidInputError, LimitExceededError, SegmentTable, Text, UnsupportedError, place
 from mmpos.rotary import (
     Cache,
@@ -368,29 +367,37 @@ def test_the_largest_and_smallest_ids_are_accepted() -> None:
     apply_rotary(packed(), None, ids(2**31 - 0.5, dtype=torch.float64), ROTARY, validate=True)
 
 
-@pytest.mark.parametrize(("package", "rooms", "user"), [
-    ("torch", "mmpos.rotary", "rotations"), ("triton", "mmpos.rotary.kernel", 'implementation "triton"'),
-])  # fmt: skip
-def test_without_a_package_the_rest_works_and_the_error_contains_the_pip_command(
-    package: str, rooms: str, user: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+NAMES = ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store", "DevicePositions", "Norm")
+ROTATE = "apply_rotary(torch.ones(3, 1, 8), None, torch.arange(6).reshape(2, 3), Rotary(head_dim=8)"
+WITHOUT: dict[str, tuple[str, str, list[str]]] = {
+    "torch": ("rotations", "", [f"mmpos.rotary.{name}" for name in NAMES]),
+    "triton": (
+        'implementation "triton"', f"import torch; from mmpos.rotary import apply_rotary; {ROTATE})",
+        [f'{ROTATE}, implementation="triton")'],
+    ),
+}  # fmt: skip
+"""For each package, who needs it, code that works without it, and expressions that report the pip command."""
+
+
+@pytest.mark.parametrize("package", WITHOUT)
+def test_without_a_package_the_rest_works_and_the_error_contains_the_pip_command(package: str) -> None:
+    user, works, refused = WITHOUT[package]
     want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-    refused = pytest.raises(ImportError, match=f"^{re.escape(f'{user}: {package} is not installed; {want}')}$")
-    monkeypatch.setattr(mmpos, "rotary", mmpos.rotary)
-    monkeypatch.delattr(mmpos.rotary, "kernel", raising=False)
-    for name in [name for name in sys.modules if name.startswith(rooms)]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    rotary = import_module("mmpos.rotary")
-    assert rotary.Rotary(head_dim=8).pair_axis.tolist() == [0, 1, 0, 1]
-    if package == "triton":
-        calls(packed())()
-        with refused:
-            calls(packed(), implementation="triton")()
-    else:
-        for name in ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store", "DevicePositions", "Norm"):
-            with refused:
-                getattr(rotary, name)
+    code = f"""
+import os, sys
+sys.modules["{package}"], os.environ["TRITON_INTERPRET"] = None, "1"
+import mmpos.rotary
+from mmpos.rotary import Rotary
+assert Rotary(head_dim=8).pair_axis.tolist() == [0, 1, 0, 1]
+{works}
+for expression in {refused}:
+    try:
+        eval(expression)
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{user}: {package} is not installed; {want}\n" * len(refused), "")
 
 
 TENSORS: dict[str, tuple[tuple[int, ...], Callable[[Any], Callable[[], Any]]]] = {

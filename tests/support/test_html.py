@@ -55,13 +55,12 @@ def test_a_map_numbers_wide_segments_and_the_segment_of_the_first_difference() -
     wrong = np.zeros(1000, np.int64)
     wrong[[501, 700]] = 1
     starts = [0, 400, 450, 501, 502, 503, 900]  # segments 3 and 4 are single tokens, about a pixel wide
-    html = token_map(wrong, [0, 450, 1000], starts, ("right", "wrong"))
-    texts = [*ElementTree.fromstring(html).iter("{http://www.w3.org/2000/svg}text")]
-    places = [(text.text, float(text.attrib["x"])) for text in texts]
-    first = ["documents[0]", "segments", "0", "1"]
-    assert [text for text, _ in places] == [*first, "documents[1]", "segments", "2", "3", "5", "6", "right", "wrong"]
-    assert min(np.diff([*{int(text.attrib["y"]): 0 for text in texts}])) > 12  # lines do not overlap
-    assert places[7][1] == pytest.approx(130 + 670 * 51 / 550 + 3, abs=0.01)
+    svg = ElementTree.fromstring(token_map(wrong, [0, 450, 1000], starts, ("right", "wrong")))
+    texts = [(x.text, float(x.attrib["x"]), int(x.attrib["y"])) for x in svg.iter("{http://www.w3.org/2000/svg}text")]
+    words = "documents[0] segments 0 1 documents[1] segments 2 3 5 6 right wrong"
+    assert " ".join(str(text) for text, *_ in texts) == words
+    assert min(np.diff([*{y: 0 for *_, y in texts}])) > 12  # lines do not overlap
+    assert texts[7][1] == pytest.approx(130 + 670 * 51 / 550 + 3, abs=0.01)
 
 
 def test_a_check_report_is_a_complete_page(tmp_path: Path) -> None:

@@ -506,7 +506,10 @@ def command(*arguments: str, out: str = "out") -> list[str]:
     return ["preprocess", *own, *arguments]
 
 
-def test_the_command_prints_a_summary_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_prints_a_summary_and_resumes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmpos.cli.preprocess._PAUSE", 1e9)  # a slow machine prints no further lines of progress
     paths = corpus(tmp_path, 2, 3, frozenset({(1, 1)}))
     for path, last in zip(paths, ("broken", ""), strict=True):
         with Path(path).open("a") as file:

@@ -281,7 +281,8 @@ def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages_b
     limits = re.search(r"at most (\d+) connections of (\d+) calls .* at most (\d+) calls at once", DEPLOYING, re.DOTALL)
     assert limits is not None
     assert f"default-server proto h2 maxconn {limits[3]} " in PROXY
-    with proxied(start, tmp_path) as (address, page), ExitStack() as stack:
+    patient = {"wait-for-body time 10s": "wait-for-body time 600s"}
+    with proxied(start, tmp_path, **patient) as (address, page), ExitStack() as stack:
         for _ in range(int(limits[1])):
             stranger = stack.enter_context(Connection(address, source="127.0.0.2"))
             for _ in range(int(limits[2])):
@@ -298,7 +299,7 @@ def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages_b
 
 
 def test_the_proxy_refuses_calls_from_an_address_above_its_rate_but_no_probe(start: Start, tmp_path: Path) -> None:
-    slower = {"sc0_http_req_rate gt 5000": "sc0_http_req_rate gt 50"}
+    slower = {"sc0_http_req_rate gt 5000": "sc0_http_req_rate gt 20"}
     with proxied(start, tmp_path, **slower) as (address, _), Client(address) as client:
         with pytest.raises(ServiceOverloadedError, match="too many calls from one address"):
             all(client.place(SEGMENTS) for _ in range(100))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from select import select
 
 import grpc
 import pytest
@@ -164,6 +165,8 @@ def test_a_log_that_nobody_reads_keeps_nobody_waiting() -> None:
         logs = Logs(file)
         for number in range(10_500):
             logs.info("line", number=number, text="x" * 1000)
+            if number == 2000:  # from here on, the thread waits for the full pipe
+                assert eventually(lambda: not select([], [file], [], 0)[1])
         logs.close(0.1)
         dropped = logs.dropped
         assert 0 < dropped <= 500

@@ -119,7 +119,7 @@ def run_tests(part: str, python: str = sys.executable) -> bool:
     overrides.write_text("\n".join(re.findall(r"^protobuf==.*", versions.read_text(encoding="utf-8"), re.MULTILINE)))
     install(python, "--constraint", versions, "--override", overrides, "--group", "dev", "--editable", ".")
     tests = run("-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", *FLAGS.get(part, ()))
-    gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "without_the_gil", "tests/support/test_native.py")
+    gil = run("-m", "pytest", "-q", "-m", "slow", "-k", "gil", "tests/support/test_native.py")
     return tests and gil and not untested
 
 

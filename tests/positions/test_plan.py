@@ -6,12 +6,14 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from oracle import CASES
+from twins import both
 
 from mmpos import (
     SCHEMES,
@@ -67,16 +69,6 @@ def no_plans() -> None:
     forget_plans()
 
 
-def outcome(segments: SegmentTable, scheme: str | Scheme, start: Any, strict: bool | None) -> Any:
-    """Place segments; return the contents of the table, or the type and message of the error."""
-    try:
-        positions = place(segments, scheme, start, strict)
-    except MmposError as error:
-        return type(error), str(error)
-    rows = positions.table.tolist(), positions.documents.tolist()
-    return *rows, positions.num_tokens, positions.fractional, positions.scheme
-
-
 def by_plan(segments: SegmentTable, scheme: str | Scheme, start: Any = 0) -> PositionTable | None:
     return place_by_plan(get_scheme(scheme), segments, start, False)
 
@@ -102,19 +94,15 @@ def random_document(random: Random, scheme: Scheme, odd: float) -> list[Segment]
 
 
 @pytest.mark.parametrize("label", EVERY)
-def test_a_plan_gives_the_same_table_or_error_as_the_general_path(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    random, scheme, core, valid = Random(label), get_scheme(EVERY[label]), native.core, 0
+def test_a_plan_gives_the_same_table_or_error_as_the_general_path(label: str) -> None:
+    random, scheme, valid = Random(label), get_scheme(EVERY[label]), 0
     for i in range(60):
         batch = [random_document(random, scheme, odd=0.1 * (i % 3)) for _ in range(random.randint(1, 4))]
         segments = SegmentTable.from_documents(batch)
         start: Any = random.choice([0, 7, -3, 2**31 - 20, -(2**31), random.randint(-5, 50)])
         start = np.full(len(batch), start) if random.random() < 0.2 else start
         strict = random.choice([None, None, False, True])
-        monkeypatch.setattr(native, "core", None)
-        want = outcome(segments, scheme, start, strict)
-        monkeypatch.setattr(native, "core", core)
-        assert outcome(segments, scheme, start, strict) == want
-        valid += len(want) > 2
+        valid += isinstance(both(partial(place, segments, scheme, start, strict)), PositionTable)
     assert valid >= 3
 
 

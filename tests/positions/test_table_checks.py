@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from twins import both
 
 from mmpos import (
     SCHEMES,
@@ -31,7 +32,6 @@ from mmpos.positions.table_rows import (
     SKIP,
     WIDTH,
 )
-from mmpos.support import native
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(1)]])
 GRIDS = SegmentTable.from_documents([[Grid(2, 4, seconds_per_frame=1)]])
@@ -39,14 +39,8 @@ PLACED = place(SEGMENTS)
 
 
 def from_arrays(positions: PositionTable, **changes: Any) -> PositionTable:
-    arguments: dict[str, Any] = {
-        "table": positions.table,
-        "documents": positions.documents,
-        "num_tokens": positions.num_tokens,
-        "fractional": positions.fractional,
-        "scheme": positions.scheme,
-    }
-    return PositionTable.from_arrays(**(arguments | changes))
+    names = ("table", "documents", "num_tokens", "fractional", "scheme")
+    return PositionTable.from_arrays(**({name: getattr(positions, name) for name in names} | changes))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -148,18 +142,7 @@ def test_the_extension_accepts_the_same_tables_as_python(
     table, documents = placed.table.copy(), placed.documents.copy()
     for of_documents, where, value in changes:
         (documents if of_documents else table).flat[where % (documents if of_documents else table).size] = value
-
-    def outcome() -> str | None:
-        try:
-            from_arrays(placed, table=table, documents=documents, fractional=fractional)
-        except (InvalidInputError, LimitExceededError) as error:
-            return str(error)
-        return None
-
-    result = outcome()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "core", None)
-        assert outcome() == result
+    both(lambda: from_arrays(placed, table=table, documents=documents, fractional=fractional))
 
 
 @given(st.integers(0, PLACED.table.size - 1), st.integers(-(2**63), 2**63 - 1))

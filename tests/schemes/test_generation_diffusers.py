@@ -20,7 +20,7 @@ from oracle import placed
 from tolerance import gamma
 
 from mmpos import Grid, Scheme, Text
-from mmpos.schemes import CogVideoX, Cosmos3, Flux, Ltx, MiniMaxH3
+from mmpos.schemes import Cosmos3, Flux, Ltx
 from mmpos.segments.kinds import Segment
 
 torch = pytest.importorskip("torch")
@@ -113,17 +113,6 @@ def video(draw: random.Random) -> tuple[int, int, int]:
     return draw.randint(1, 8), *sizes(draw, 16)
 
 
-def cogvideox_as_meant(draw: random.Random) -> Drawn:
-    """Compute ids with ``np.linspace`` over diffusers' region, without the endpoint."""
-    h, w = sizes(draw, 60)
-    (top, left), (bottom, right) = pipeline("cogvideo.pipeline_cogvideox").get_resize_crop_region_for_grid(
-        (h, w), 45, 30
-    )
-    rows, columns = np.linspace(top, bottom, h, endpoint=False), np.linspace(left, right, w, endpoint=False)
-    grid = np.stack(np.meshgrid([0], rows, columns, indexing="ij"), -1).reshape(-1, 3)
-    return Drawn(CogVideoX(as_released=False), [Grid(h, w)], ids(grid))
-
-
 def ltx(draw: random.Random) -> Drawn:
     f, h, w = video(draw)
     fps = draw.choice([24, 25, 30, 12.5])
@@ -173,19 +162,8 @@ def cosmos3(draw: random.Random) -> Drawn:
     return Drawn(Cosmos3(), [Text(text), *grids], ids(words.T, video_ids.T, sound_ids.T, actions.T))
 
 
-def minimax_h3(draw: random.Random) -> Drawn:
-    text, f = draw.randint(1, 40), draw.randint(1, 14)
-    a, b, common = draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 3)
-    h, w = common * a * a, common * b * b
-    step = blocks("minimax_h3").MiniMaxH3PrepareLayoutStep
-    position_ids = step.build_packed_sequence(torch.ones(text), f, 2 * h, 2 * w, 3, (1, 2, 2), 2, 2, 0)[0]
-    kept = np.r_[:text, text + 6 : len(position_ids)]  # without audio
-    return Drawn(MiniMaxH3(), [Text(text), Grid(h, w, frames=f)], ids(position_ids[kept]))
-
-
 LAYOUTS: list[Callable[[random.Random], Drawn]] = [
-    flux, visualcloze, flux3, longcat_image, ovis_image, ideogram4, cogvideox_as_meant, ltx,
-    ltx2_keyframe, cosmos3, minimax_h3,
+    flux, visualcloze, flux3, longcat_image, ovis_image, ideogram4, ltx, ltx2_keyframe, cosmos3,
 ]  # fmt: skip
 
 

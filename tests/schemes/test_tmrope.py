@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import groupby, product, zip_longest
 from math import floor
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -93,55 +95,44 @@ SCHEMES: list[Scheme] = [
 ]
 
 
+def patches_by_a_loop(part: Grid | Clip, scheme: Any) -> list[Any]:
+    """Return the ids of patches, relative to those of the first."""
+    rate = F(part.seconds_per_frame or 0) * scheme.tokens_per_second
+    exactly = isinstance(scheme, TMRopeQwen3) and scheme.engine == "transformers"
+    times = [t * rate if exactly else F(floor(t * rate)) for t in range(part.frames)]
+    return [*product(times, range(part.height), range(part.width))]
+
+
 def clip_by_a_loop(clip: Clip, cursor: Fraction, scheme: Any) -> tuple[list[Any], Fraction, Fraction]:
     """Return the ids of a clip's tokens, the cursor after it, and the highest id plus one."""
-    seconds = F(clip.seconds_per_frame or 0)
     shared = isinstance(scheme, TMRope) == (scheme.engine == "transformers")
-    exactly = isinstance(scheme, TMRopeQwen3) and scheme.engine == "transformers"
-    ids: list[Any] = [(cursor,) * 3, (cursor + (not shared),) * 3]
-    base = cursor + (1 if shared else 2)
-    times = [t * seconds * scheme.tokens_per_second for t in range(clip.frames)]
-    raster: list[Any] = [
-        (time if exactly else F(floor(time)), i, j)
-        for time in times
-        for i in range(clip.height)
-        for j in range(clip.width)
-    ]
+    apart = 0 if shared else 1
+    base, patches, audio = cursor + 1 + apart, patches_by_a_loop(clip, scheme), [(F(k),) * 3 for k in range(clip.audio)]
     runs: list[list[Any]]
     if isinstance(scheme, TMRope):
         size = int(scheme.tokens_per_second * scheme.seconds_per_chunk)
-        video, audio = chunks([token[0] for token in raster], size), chunks([F(k) for k in range(clip.audio)], size)
-        runs = []
-        for c in range(max(len(video), len(audio))):
-            runs += [[raster[n] for n in part] for part in video[c : c + 1]]
-            runs += [[(F(n),) * 3 for n in part] for part in audio[c : c + 1]]
-    else:
-        merged: list[Any] = []
-        sound = patch = 0
-        while patch < len(raster) and sound < clip.audio:
-            if raster[patch][0] <= sound:
-                merged.append(raster[patch])
-                patch += 1
-            else:
-                merged.append((F(sound),) * 3)
-                sound += 1
-        runs = [merged, raster[patch:] or [(F(k),) * 3 for k in range(sound, clip.audio)]]
+        pairs = zip_longest(chunks(patches, size), chunks(audio, size), fillvalue=[])
+        runs = [run for pair in pairs for run in pair if run]
+    else:  # in the order of time, a patch before audio
+        merged = sorted([(*token, 0) for token in patches] + [(*token, 1) for token in audio], key=itemgetter(0))
+        runs = [[token[:3] for token in run] for _, run in groupby(merged, key=itemgetter(3))]
     counted = runs if scheme.engine == "serving" else runs[-1:]
     after = base + max(max(token) for run in counted for token in run) + 1
+    ids: list[Any] = [(cursor,) * 3, (cursor + apart,) * 3]
     ids += [tuple(base + number for number in token) for run in runs for token in run]
     highest = max(max(token) for token in ids)
-    ids += [(after,) * 3, (after + (not shared),) * 3]
-    following = after + (1 if shared else 2)
+    ids += [(after,) * 3, (after + apart,) * 3]
+    following = after + 1 + apart
     return ids, following, max(highest + 1, following) if scheme.engine == "transformers" else following
 
 
-def chunks(times: list[Fraction], size: int) -> list[list[int]]:
+def chunks(tokens: list[Any], size: int) -> list[list[Any]]:
     """Cut tokens where their time reaches the next chunk; each token opens at most one chunk."""
-    parts: list[list[int]] = [[]]
-    for n, time in enumerate(times):
-        if time >= len(parts) * size:
+    parts: list[list[Any]] = [[]]
+    for token in tokens:
+        if token[0] >= len(parts) * size:
             parts.append([])
-        parts[-1].append(n)
+        parts[-1].append(token)
     return parts
 
 
@@ -154,18 +145,9 @@ def document_by_a_loop(document: list[Segment], scheme: Any, start: int) -> tupl
             ids += placed_ids
             highest = max(highest, after)
         elif isinstance(part, Grid):
-            # Like a clip without markers and audio.
-            seconds = F(part.seconds_per_frame or 0)
-            steps = [t * seconds * scheme.tokens_per_second for t in range(part.frames)]
-            steps = steps if scheme.fractional else [F(floor(step)) for step in steps]
-            tokens: list[Any] = [
-                (cursor + step, cursor + i, cursor + j)
-                for step in steps
-                for i in range(part.height)
-                for j in range(part.width)
-            ]
+            tokens = [tuple(cursor + number for number in patch) for patch in patches_by_a_loop(part, scheme)]
             ids += tokens
-            cursor = max(max(token) for token in tokens) + 1
+            cursor = max(map(max, tokens)) + 1
         else:
             assert isinstance(part, Text | Audio)
             ids += [(cursor + k,) * 3 for k in range(part.length)]

@@ -93,15 +93,7 @@ Command = list[str | Path]
 
 @dataclass(frozen=True)
 class Bare:
-    """An empty environment and a working folder outside the tree.
-
-    Args:
-        here: the working folder.
-        python: command that runs the interpreter.
-        program: command that runs mmpos, once it is installed.
-        install: command that installs the requirements appended to it.
-        variables: environment variables for all commands.
-    """
+    """The commands and variables of an empty environment, and a working folder outside the tree."""
 
     here: Path
     python: Command

@@ -118,19 +118,23 @@ def test_dense_ids_are_equal_for_any_form_of_out(case: tuple[Case, list[Document
     shape = data.draw(
         st.sampled_from([(rows, tokens)] * 6 + [(rows, tokens + 1), (rows + 1, tokens), (rows * tokens,)])
     )
-    shift, gap = data.draw(st.integers(0, 15)), data.draw(st.integers(0, 9))
+    shift, gap, turn = data.draw(st.tuples(st.integers(0, 15), st.integers(0, 9), st.sampled_from([1, 1, -1])))
     step = data.draw(st.sampled_from([1, 1, 1, 2])) * dtype.itemsize
 
     def dense() -> Any:
         memory = np.full(32 + (rows + 1) * ((tokens + 1) * 2 * dtype.itemsize + gap), GUARD, np.uint8)
         out = np.ndarray(shape, dtype, memory, shift, ((tokens + 1) * step + gap, step)[-len(shape) :])
+        out = out[..., ::turn]
         try:
             assert positions.dense(out=out, axes=axes) is out
         except InvalidInputError:
             assert (memory == GUARD).all()
             raise
-        # The bytes between and around the rows must stay unchanged.
-        return out.copy(), memory
+        written = out.copy()
+        np.testing.assert_array_equal(written, positions.dense(axes=axes))
+        out[...] = np.ndarray(1, dtype, np.full(dtype.itemsize, GUARD, np.uint8))
+        assert (memory == GUARD).all()  # the bytes between and around the rows
+        return written
 
     both(dense)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import groupby, product, zip_longest
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import exact, placed, settled
+from refusals import assert_refused
 
 from mmpos import (
     Grid,
@@ -208,8 +208,7 @@ def short(frames: int, seconds: Fraction | int) -> Grid:
     ],
 )  # fmt: skip
 def test_invalid_schemes_and_times_are_refused(make: Callable[[], object], error: type[MmposError], words: str) -> None:
-    with pytest.raises(error, match=re.escape(words)):
-        make()
+    assert_refused(words, make, error)
 
 
 def test_documents_with_different_times_require_no_common_denominator() -> None:

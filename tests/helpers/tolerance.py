@@ -57,29 +57,15 @@ ARITHMETIC = sqrt(2) * EXACT + gamma(3)
 
 
 def cos_sin(angles: Any = 0.0, roundings: float = 0, dtype: Any = torch.float32) -> Any:
-    """Bound the difference from another library's cos and sin: below 1, a unit in the last place is at most u.
-
-    Args:
-        angles: in radians.
-        roundings: how often each side rounds an angle; 0 if both sides use the same angles.
-        dtype: dtype of the angles.
-    """
+    """Bound the difference from another library's cos and sin, if each side rounds an angle ``roundings`` times."""
     return 2 * (LIBRARY * unit(dtype) + gamma(roundings, dtype) * abs(angles))
 
 
 def rotations(x: Any, off: float = 0.0) -> Any:
-    """Bound the difference from heads rotated by another formula.
+    """Bound, for each head, (…, 1), the difference from heads rotated by another formula, with cos and sin ``off``.
 
     A channel is a·cos ∓ b·sin, times an attention factor, so each term is rounded three times. By Cauchy–Schwarz,
-    |a·cos| + |b·sin| ≤ √(a² + b²). This is the length of the pair, which rotations preserve and which is at most
-    √2·max|x|.
-
-    Args:
-        x: the rotated heads, (…, head_dim).
-        off: bound on the difference between the two sides' cos and sin; 0 if both sides use the same numbers.
-
-    Returns:
-        a bound for each head, (…, 1).
+    |a·cos| + |b·sin| ≤ √(a² + b²), the length of the pair, which rotations preserve and which is at most √2·max|x|.
     """
     most = abs(x).max(-1, keepdims=True) if isinstance(x, np.ndarray) else x.detach().abs().amax(-1, keepdim=True)
     dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype  # dtype of the rotation
@@ -103,18 +89,9 @@ def rounding(
 
     A rounded sum of n products is the exact sum of perturbed numbers, each with a relative error of at most γₙ [1,
     3.1], and of about √n·u in practice, since errors of both signs cancel [2]. This function therefore perturbs each
-    input number eight times by √n·u, up or down at random, where n is the length of the longest sum. The change in the
-    result estimates the effect of rounding; the result itself is a sum, and is also perturbed by √n·u. Everything else
-    (norms, softmax, rotations) rounds a number only a few times, not √n times.
-
-    Args:
-        run: returns a tensor, or a sequence of tensors.
-        tensors: inputs, such as a model's weights, which are restored at the end.
-        length: number of terms in the longest sum, if it exceeds every side of the tensors.
-        dtype: dtype in which ``run`` rounds most often, if it is not the tensors' dtype.
-
-    Returns:
-        One bound for each tensor that ``run`` returns.
+    number of ``tensors``, such as a model's weights, eight times by √n·u, up or down at random, where n is the largest
+    side, or ``length``. The change in each result of ``run`` estimates the effect of rounding; the result is a sum
+    itself, and is also perturbed by √n·u. All else (norms, softmax, rotations) rounds a number only a few times.
     """
     kept = [(tensor.data, tensor.detach().clone()) for tensor in tensors]
     n = max(length, *(side for _, tensor in kept for side in tensor.shape))

@@ -76,16 +76,12 @@ LIMITS: list[dict[str, Any]] = [{"truncation": {"max_length": 2}}, {"padding": {
 LIMITS.append(LIMITS[0] | LIMITS[1])
 
 
-def limited(tokenizer: Any, limits: dict[str, Any]) -> Any:
-    for name, setting in limits.items():
-        getattr(tokenizer, f"enable_{name}")(**setting)
-    return tokenizer
-
-
 @pytest.mark.parametrize("library", ["tokenizers", "transformers"])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_a_tokenizers_truncation_and_padding_do_not_apply_to_parts(library: str, limits: dict[str, Any]) -> None:
-    inner = backend = limited(words(), limits)
+    inner = backend = words()
+    for name, setting in limits.items():
+        getattr(backend, f"enable_{name}")(**setting)
     if library == "transformers":
         inner = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
         backend = inner.backend_tokenizer

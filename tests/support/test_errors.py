@@ -254,10 +254,6 @@ ROWS.next_positions | next_positions: got document 0 of rows, whose end is not o
     | want a whole id; place it together with the tokens to come
 ROWS.deltas | deltas: got document 0 of rows, whose end is not one whole id,
     | want a whole id; place it together with the tokens to come
-ROWS.window([0], [10], [2]) | next_positions: got document 0 of rows, whose end is not one whole id,
-    | want a whole id; place it together with the tokens to come
-placed([Grid(1, 1)], "grid-2d").decode(2) | next_positions: got document 0 of grid-2d, whose end is not one whole id,
-    | want a whole id; place it together with the tokens to come
 """
 
 

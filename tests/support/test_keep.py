@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Id, exact, settled
 from test_engine_identities import tables
 
-from mmpos import Grid, PositionTable, SegmentTable, Text, UnsupportedError, place
+from mmpos import Grid, PositionTable, SegmentTable, Text, place
 from mmpos.positions.table_rows import NO_POSITION
 
 BATCH = SegmentTable.from_documents([[Text(2), Grid(2, 2), Text(1)], [Text(3)]])
@@ -45,10 +44,3 @@ def test_all_tokens_or_none_can_be_kept() -> None:
     assert none.deltas.tolist() == none.next_positions.tolist()
     nothing = place(SegmentTable.from_documents([]))
     assert (nothing.keep(np.empty(0, bool)).num_tokens, nothing.keep([]).num_tokens) == (0, 0)
-
-
-def test_a_scheme_without_next_positions_still_has_none_after_pruning() -> None:
-    kept = place(BATCH, "rows").keep(np.arange(10) > 2)
-    assert kept.documents[2:].tolist() == [[NO_POSITION] * 2] * 2
-    with pytest.raises(UnsupportedError, match="deltas: got document 0 of rows, whose end is not one whole id"):
-        _ = kept.deltas

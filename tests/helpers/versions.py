@@ -81,11 +81,7 @@ def parse_parts(description: str | None, known: list[str]) -> list[str]:
 
 
 def uv(*words: str | Path) -> None:
-    """Run uv.
-
-    Raises:
-        SystemExit: uv failed and has printed the reason.
-    """
+    """Run uv; end the program if uv fails, which prints the reason itself."""
     if subprocess.run([UV, *words, "--quiet"], cwd=ROOT, check=False).returncode:
         raise SystemExit(f"uv {words[0]} {words[1]} failed")
 

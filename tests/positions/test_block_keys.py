@@ -39,12 +39,6 @@ class Request:
     texts: tuple[int, ...] = (1,)
     contents: tuple[str, ...] = ("cat",)
 
-    def segments(self) -> SegmentTable:
-        return SegmentTable.from_documents([self.document])
-
-    def positions(self) -> PositionTable:
-        return place(self.segments(), self.case.scheme, self.start)
-
     def ids(self) -> list[int]:
         """Return the id of every token; text ids depend on the index, so a change leaves other text as it is."""
         kinds = [isinstance(part, Text) for part in self.document for _ in range(tokens_of(part))]
@@ -67,9 +61,9 @@ class Request:
         return contents
 
     def keys(self, block_size: int) -> list[bytes]:
-        (keys,) = block_keys(
-            self.segments(), self.positions(), block_size, input_ids=self.ids(), image_hashes=self.hashes()
-        )
+        segments = SegmentTable.from_documents([self.document])
+        positions = place(segments, self.case.scheme, self.start)
+        (keys,) = block_keys(segments, positions, block_size, input_ids=self.ids(), image_hashes=self.hashes())
         return keys
 
 

@@ -41,10 +41,6 @@ def pipeline(name: str) -> Any:
     return import_module(f"diffusers.pipelines.{name}")
 
 
-def blocks(name: str) -> Any:
-    return import_module(f"diffusers.modular_pipelines.{name}.before_denoise")
-
-
 def ids(*parts: Any) -> Ids:
     """Concatenate ids of shape (tokens, axes) and return them as (axes, tokens)."""
     return np.concatenate([np.asarray(part, np.float64) for part in parts]).T
@@ -79,7 +75,8 @@ def visualcloze(draw: random.Random) -> Drawn:
 
 
 def flux3(draw: random.Random) -> Drawn:
-    grids, text, of = several(draw), draw.randint(1, 40), blocks("flux3")
+    grids, text = several(draw), draw.randint(1, 40)
+    of = import_module("diffusers.modular_pipelines.flux3.before_denoise")
     scale = of.Flux3PrepareLatentsStep().image_rope_scale
     parts = [of._prepare_image_ids(*grid.extents[1:], scale, -k) for k, grid in enumerate(grids)]
     words = of.Flux3TextRoPEInputsStep._prepare_text_ids(latents(1, text, 2))

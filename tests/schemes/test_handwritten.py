@@ -70,20 +70,9 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
         Kandinsky(frame_step=HALF), [Grid(1, 1, frames=2), Grid(1, 1, first_frame=5), Grid(1, 1, first_frame=-1)],
         ["0 1/2 | 5/2 | -1/2", "0 " * 4, "0 " * 4],
     ),
-    "rows: texts and images on lines": (
-        "rows", [Text(3), Grid(2, 3), Text(1), Text(2), Grid(1, 2), Grid(1, 1), Text(1)],
-        ["0 0 0 | 1 1 1 2 2 2 | 3 | 3 3 | 4 4 | 5 | 6", "0 1 2 | 0 1 2 0 1 2 | 0 | 1 2 | 0 1 | 0 | 0"],
-    ),
     "grid-2d, class tokens at the start": (
         Grid2D("merged", 1, first=1), [Text(1), Text(1), Grid(2, 2), Grid(1, 2), Text(1)],
         ["0 | 0 | 1 1 2 2 | 1 1 | 0", "0 | 0 | 1 2 1 2 | 1 2 | 0"],
-    ),
-    "mrope-qwen2.5 at 25 seconds": (
-        "mrope-qwen2.5", [Grid(1, 2, frames=3, seconds_per_frame=25), Text(1)],
-        ["0 0 50 50 100 100 | 101", "0 0 0 0 0 0 | 101", "0 1 0 1 0 1 | 101"], 102,
-    ),
-    "mrope-qwen2.5 at 3/4 seconds": (
-        "mrope-qwen2.5", [Grid(1, 1, frames=5, seconds_per_frame=0.75)], ["0 1 3 4 6", "0 0 0 0 0", "0 0 0 0 0"], 7,
     ),
     "mrope-qwen2.5 just before a second": (
         "mrope-qwen2.5", [Grid(1, 1, frames=2, seconds_per_frame=1 - Fraction(1, 10**9))], ["0 1", "0 0", "0 0"], 2,

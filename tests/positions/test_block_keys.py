@@ -24,6 +24,7 @@ from mmpos import (
     block_keys,
     place,
 )
+from mmpos.schemes import get_scheme
 from mmpos.segments import Placeholders
 
 PATCH = 9
@@ -81,6 +82,8 @@ def relatives(draw: st.DrawFn) -> list[Request]:
     pool: list[Text | Grid] = [Text(1), Text(2), Text(3)] if case.text else []
     pool += [grid, other, dataclasses.replace(grid, seconds_per_frame=draw(st.sampled_from(SECONDS[1:])))]
     pool += [dataclasses.replace(grid, height=grid.width, width=grid.height)]
+    if get_scheme(case.scheme).row_separators:
+        pool += [dataclasses.replace(grid, row_separator=not grid.row_separator)]
     parts = st.lists(st.sampled_from(pool), min_size=1, max_size=5)
     # Text may have the id of a patch, so that only grids distinguish text from patches.
     texts = st.sampled_from([(1,), (1,), (PATCH,), (1, PATCH)])
@@ -103,12 +106,6 @@ def test_keys_are_equal_if_and_only_if_everything_up_to_the_end_of_the_block_is_
         if i < len(keys[a]) and j < len(keys[b]):
             same = tokens[a][: (i + 1) * block_size] == tokens[b][: (j + 1) * block_size]
             assert (keys[a][i] == keys[b][j]) == same
-
-
-def test_row_separators_change_keys_even_before_the_first_separator() -> None:
-    tables = [SegmentTable.from_documents([[Text(2), Grid(2, 3, row_separator=ends)]]) for ends in (False, True)]
-    (a,), (b,) = (block_keys(segments, place(segments, "flatten"), 2) for segments in tables)
-    assert [x == y for x, y in zip(a, b, strict=False)] == [True, False, False, False]
 
 
 def test_a_key_hashes_these_bytes() -> None:
@@ -150,7 +147,7 @@ def test_documents_have_the_same_keys_alone_and_in_a_batch() -> None:
     batch: list[Document] = [
         [Text(5), Grid(2, 2), Text(1)],
         [Text(1)],
-        [Grid(3, 2), Text(1), Grid(2, 2)],
+        [Grid(3, 2), Text(1), Grid(2, 2, row_separator=True)],
         [Text(2), Grid(2, 2), Text(7)],
     ]
     contents = [["a"], [], ["b", "c"], ["d"]]
@@ -165,10 +162,10 @@ def test_documents_have_the_same_keys_alone_and_in_a_batch() -> None:
         own_ids = ids[starts[d] : starts[d + 1]]
         alone += block_keys(one, place(one), 3, input_ids=own_ids, image_hashes=contents[d])
     assert together == alone
-    assert [len(keys) for keys in together] == [3, 0, 3, 4]
+    assert [len(keys) for keys in together] == [3, 0, 4, 4]
     known = [together[0][:1], [], together[2], together[3][:2]]
     assert block_keys(segments, positions, 3, input_ids=ids, image_hashes=[*"abcd"], known=known) == together
-    assert [len(keys) for keys in known] == [1, 0, 3, 2]
+    assert [len(keys) for keys in known] == [1, 0, 4, 2]
     nothing = SegmentTable.from_documents([])
     assert block_keys(nothing, place(nothing), 3) == []
 

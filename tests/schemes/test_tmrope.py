@@ -111,8 +111,7 @@ def clip_by_a_loop(clip: Clip, cursor: Fraction, scheme: Any) -> tuple[list[Any]
     runs: list[list[Any]]
     if isinstance(scheme, TMRope):
         size = int(scheme.tokens_per_second * scheme.seconds_per_chunk)
-        pairs = zip_longest(chunks(patches, size), chunks(audio, size), fillvalue=[])
-        runs = [run for pair in pairs for run in pair if run]
+        runs = [run for pair in zip_longest(chunks(patches, size), chunks(audio, size)) for run in pair if run]
     else:  # in the order of time, a patch before audio
         merged = sorted([(*token, 0) for token in patches] + [(*token, 1) for token in audio], key=itemgetter(0))
         runs = [[token[:3] for token in run] for _, run in groupby(merged, key=itemgetter(3))]

@@ -85,9 +85,6 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     f"image_grid_thw[1]: got no placeholders left, want 1 for 1x1x1 {AFTER}; a surplus grid?": (
         [1, IMAGE], [[1, 1, 1]] * 2, {},
     ),
-    f"image_grid_thw[0]: got no placeholders left, want 1 for 1x1x1 {AFTER}; a surplus grid?": (
-        [1, 2], [[1, 1, 1]], {},
-    ),
     "video_grid_thw: got 2147483647 frames, want at most 1, the number of placeholders": (  # allocates no memory
         [1, VIDEO, 2], None, {"video_grid_thw": [[2**31 - 1, 1, 1]], "frames_apart": True},
     ),
@@ -120,7 +117,6 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     f"image_grid_thw[1]: got a run of 2 placeholders at document 0, token 4, want 3 for 1x1x2 {INCLUDED}": (
         [8, 8, 6, 1, 8, 6], [[1, 1, 2], [1, 1, 2]], {"placeholders": ROWS},
     ),
-    "image_grid_thw[1, 1]: got 0, want >= 1": ([8, 8, 6], [[1, 1, 2], [1, 0, 2]], {"placeholders": ROWS}),
     "image_grid_thw: got 1 grid, want more for 2 placeholders from document 0, token 3 on": (
         [8, 8, 6, 8, 6], [[1, 1, 2]], {"placeholders": ROWS},
     ),

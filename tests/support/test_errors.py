@@ -92,7 +92,6 @@ Grid(1, 1, seconds_per_frame=0)      | Grid.seconds_per_frame: got 0, want > 0 (
 Grid(1, 1, seconds_per_frame=1e-9)   | Grid.seconds_per_frame: got 1e-09, want > 0 (a float: >= 1e-06)
 Grid(1, 1, seconds_per_frame=np.nan) | Grid.seconds_per_frame: got nan, want a number of seconds
 Grid(1, 1, seconds_per_frame=True)   | Grid.seconds_per_frame: got True, want a number of seconds
-Grid(1, 1, seconds_per_frame="2")    | Grid.seconds_per_frame: got '2', want a number of seconds
 # Documents.
 from_documents([[Text(1)], []])          | documents[1]: got an empty document, want at least one segment
 from_documents([[Text(1), [Grid(1, 1)]]])

@@ -42,5 +42,7 @@ def test_all_tokens_or_none_can_be_kept() -> None:
     np.testing.assert_array_equal(whole.table, positions.table)
     assert (none.num_tokens, none.num_documents, none.next_positions.tolist()) == (0, 2, [5, 3])
     assert none.deltas.tolist() == none.next_positions.tolist()
+    unresumable = place(BATCH, "rows").keep(np.arange(10) > 2)
+    assert unresumable.documents[2:].tolist() == [[NO_POSITION] * 2] * 2
     nothing = place(SegmentTable.from_documents([]))
     assert (nothing.keep(np.empty(0, bool)).num_tokens, nothing.keep([]).num_tokens) == (0, 0)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from results import assert_equal
-from twins import both
 
 from mmpos import (
     SCHEMES,
@@ -33,6 +32,7 @@ from mmpos.positions.table_rows import (
     SKIP,
     WIDTH,
 )
+from mmpos.support import native
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(1), Grid(2, 2), Text(1)]])
 GRIDS = SegmentTable.from_documents([[Grid(2, 4, seconds_per_frame=1)]])
@@ -127,6 +127,7 @@ def test_a_step_that_no_token_uses_may_be_of_any_size() -> None:
 EXTREME = st.sampled_from([0, 1, -1, 2, 5, 2**31 - 1, 2**31, 2**62, 2**63 - 1, -(2**31), NO_POSITION])
 
 
+@pytest.mark.skipif(native.core is None, reason="the extension was not built")
 @given(
     st.sampled_from(["rope-tie", "mrope", "v2pe", "vrope", "rope-tie-v2"]),
     st.lists(st.tuples(st.booleans(), st.integers(0, 10**6), EXTREME), max_size=2),
@@ -139,6 +140,8 @@ def test_the_extension_accepts_the_same_tables_as_python(
     table, documents = placed.table.copy(), placed.documents.copy()
     for of_documents, where, value in changes:
         (documents if of_documents else table).flat[where % (documents if of_documents else table).size] = value
+    from twins import both  # requires the extension
+
     both(lambda: from_arrays(placed, table=table, documents=documents, fractional=fractional))
 
 

@@ -135,7 +135,7 @@ def test_a_call_has_given_its_places_back_when_it_is_answered(serve: Serve) -> N
     for name in ("wait work", "nothing " + "x" * LARGE):
         server.place(query(name))
         assert server.taken() == {}
-    list(server.stream(items("wait work")))
+    list(server.stream(items("wait work", "large")))
     assert server.taken() == {}
 
 

@@ -51,6 +51,10 @@ def test_moving_collating_and_copying_leaves_arguments_unchanged() -> None:
     copies = (moved, collected, collected_by_worker, copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments)))
     with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
         operations.find_batch_size(dict(arguments))
+    whole = r"tensors but got .*\.Batch'>, which stays whole: load it through mmpos\.data\.RankLoader\("
+    for divide in (operations.find_batch_size, lambda batch: operations.concatenate([batch, batch])):
+        with pytest.raises(TypeError, match=whole):  # as accelerate's dispatcher does
+            divide(BATCH)
     for copied in copies:
         assert type(copied) is type(arguments)
         assert list(copied) == list(arguments)

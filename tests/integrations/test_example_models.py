@@ -58,6 +58,18 @@ def answers_of(model: TinyVLM, batch: Any) -> list[str]:
     return answers
 
 
+@torch.no_grad()
+def test_a_forward_pass_uses_the_pixels_and_positions_of_its_batch() -> None:
+    model, batch = TinyVLM(processor()).eval(), ask(processor(), chats_of(photos()[:2]))
+    embeds, mask = model.embed(batch), batch["attention_mask"]
+    levels = batch["patches"].view(-1, model.pixels.in_features)
+    assert torch.equal(embeds[batch["mm_token_type_ids"] == 1], model.pixels(levels / 127.5 - 1))
+    logits, inputs = model(batch).logits, {"inputs_embeds": embeds, "attention_mask": mask}
+    dense = model.language(**inputs, mm_position_ids=batch["mm_position_ids"]).logits
+    assert torch.equal(logits[mask == 1], dense[mask == 1])
+    assert not torch.equal(logits, model.language(**inputs).logits)
+
+
 def test_the_program_reports_that_all_decoding_methods_agree(run: Run) -> None:
     with running() as address:
         first, *answers, cached, remote = run(tiny_vlm, "--steps", "2", "--server", address)

@@ -51,6 +51,8 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any], Rotary]]] = {
     "fields that only some classes read": [
         (GEMMA_3, FULL, Rotary(256, theta=5e5, scaling=Linear(8))),
         (GEMMA_3, SLIDING, Rotary(256, theta=5e3)),
+        (text_of("mimo_v2_flash", rope_parameters={"full_attention": {"rope_theta": 1e6}}), FULL,
+         Rotary(192, theta=1e6, rotary_dim=64)),
         (text_of("zamba2", hidden_size=512, num_attention_heads=8), {}, Rotary(128)),
         (text_of("deepseek_ocr2_text", hidden_size=512, num_attention_heads=8, head_dim=32), {}, Rotary(64)),
         ({**LLAMA, "rope_scaling": LINEAR, "partial_rotary_factor": 0.25}, {},

@@ -107,6 +107,7 @@ def test_a_server_withstands_attacks(tmp_path: Path, request: pytest.FixtureRequ
         over.set()
         server.kill()
     print(f"seed {seed}: {statuses.total():,} requests, {dict(statuses)}")
+    assert statuses.total() > 0
     assert bad == []
     assert "Traceback" not in server.log.read_text(errors="replace")
     assert grown == {}

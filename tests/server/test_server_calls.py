@@ -18,7 +18,7 @@ import grpc
 import pytest
 from grpc_calls import Stream, ending, refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serving import PLACE, STREAM, KeptLogs, Serve, items, query
+from serving import LARGE, PLACE, STREAM, KeptLogs, Serve, items, query
 from waiting import eventually
 
 from mmpos.rpc.v1 import positions_pb2 as pb
@@ -127,6 +127,16 @@ def test_a_large_request_needs_a_place_for_which_a_build_waits(serve: Serve) -> 
     assert build.code().name == "INVALID_ARGUMENT"
     assert eventually(lambda: server.server.arrivals.messages.taken == 15)
     server.server.arrivals.messages.leave("other", 15)
+
+
+def test_a_call_has_given_its_places_back_when_it_is_answered(serve: Serve) -> None:
+    server = serve()
+    server.fake.go.set()
+    for name in ("wait work", "nothing " + "x" * LARGE):
+        server.place(query(name))
+        assert server.taken() == {}
+    list(server.stream(items("wait work", "large")))
+    assert server.taken() == {}
 
 
 # Deadlines and cancellation

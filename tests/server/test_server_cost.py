@@ -159,6 +159,7 @@ def test_large_answers_are_counted_before_they_exist(streamed: bool) -> None:
     with serving(options={"methods": [place_method(service.place)]}) as serving_:
         if streamed:
             (answer,) = serving_.stream(iter([pb.StreamPlaceRequest(query=query)]))
+            assert not serving_.taken()  # before the status of the stream
         else:
             answer = serving_.place(pb.PlaceRequest(query=query).SerializeToString())
         assert len(answer.positions.dense.data) == 2**23

@@ -193,6 +193,7 @@ def test_ids_are_never_repaired_and_an_empty_row_of_a_batch_is_a_document() -> N
          "position_ids: got np.float64(1.2345e-09), want fractions with denominators below"),
         ({"position_ids": np.zeros((17, 2), int)}, "position_ids: got 17 axes, want 1 to 16"),
         ({"position_ids": [[0, 1]], "attention_mask": [[1, 2]]}, "attention_mask must hold only 0 and 1"),
+        ({"position_ids": [[0, 1]], "attention_mask": [[[1, 1]]]}, "attention_mask must hold only 0 and 1"),
         ({"position_ids": np.zeros((3, 2, 4), int), "attention_mask": np.ones((4, 2))},
          "attention_mask: got shape (4, 2), want (2, 4), the shape of position_ids"),
         ({"position_ids": [[0, 1]], "cu_seqlens": [0, 3]}, "cu_seqlens: got [0, 3], want ascending"),

@@ -307,6 +307,7 @@ def test_scores_of_rotated_q_and_k_depend_only_on_distances(name: str, m: int, n
             r"key_positions\[0\]: got 9223372036854775808",
         ),
         (lambda: Alibi(num_heads=2**70), "num_heads: got 1180591620717411303424, want <= 65536"),
+        (lambda: NoPE(num_heads=0), "num_heads: got 0, want >= 1"),
         (lambda: Rotation(8), "rotary: got int, want a Rotary"),  # type: ignore[arg-type]
         (lambda: ROPE.rotate(np.ones((2, 16)), np.ones((3, 2))), r"positions: got .*, want \(n,\) or \(1, n\)"),
         (lambda: ROPE.rotate(np.ones((2, 16)), 5), r"positions: got shape \(\), want \(n,\) or \(1, n\)"),

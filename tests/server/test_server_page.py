@@ -15,7 +15,7 @@ from serving import PLACE
 from waiting import eventually, free_port
 
 from mmpos.errors import InvalidInputError
-from mmpos.rpc.v1.positions_pb2 import PlaceRequest
+from mmpos.rpc.v1.positions_pb2 import Dense, PlaceRequest, PositionsQuery, Spans
 from mmpos_server import page
 from mmpos_server.page import exposed
 
@@ -93,7 +93,7 @@ def test_the_page_of_a_server_has_its_own_address_and_is_not_ready_while_the_ser
     with pytest.raises(ConnectionRefusedError):
         status(port, "/livez")
     placed = 'mmpos_requests_total{method="Place",status="OK"} 1.0'
-    query = PlaceRequest(query={"spans": {"lengths": [2**17]}, "dense": {}})  # type: ignore[arg-type]
+    query = PlaceRequest(query=PositionsQuery(spans=Spans(lengths=[2**17]), dense=Dense()))
     with Connection(server.address, window=0) as connection:  # the server waits until its answer is read
         stream = connection.call(PLACE, (b"authorization", b"Bearer alice-alice-alice-1"))
         connection.send(stream, message(query.SerializeToString()))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -172,6 +175,54 @@ def test_a_client_that_does_not_read_an_answer_in_time_loses_its_call(
         connection.send(stream, LARGE_REQUEST if path == PLACE else message(b"\x12" + LARGE_REQUEST[6:]))
         assert connection.closed()
     assert eventually(lambda: not server.taken())
+
+
+# Floods
+
+
+def reset(connection: Connection) -> None:
+    """Begin a call, with or without its request, and reset its stream."""
+    stream = connection.call(PLACE)
+    if random.random() < 0.5:
+        connection.send(stream, REQUEST, wait=False)
+    connection.h2.reset_stream(stream)
+
+
+def silent(connection: Connection) -> None:
+    """Begin a call and send nothing more."""
+    connection.call(PLACE)
+
+
+@pytest.mark.parametrize("attack", [reset, silent])
+def test_a_flood_from_one_client_fails_no_call_from_another_and_leaves_no_slot_taken(
+    serve: Serve, attack: Callable[[Connection], None]
+) -> None:
+    server, done = serve(), threading.Event()
+
+    def flood() -> None:
+        while not done.is_set():
+            try:
+                with Connection(server.address, source="127.0.0.2") as connection:
+                    for _ in range(200):
+                        attack(connection)
+                    connection.flush()
+                    connection.statuses(1, 0.05)
+            except (OSError, ConnectionError):
+                pass
+
+    floods = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in floods:
+        thread.start()
+    health = health_pb2_grpc.HealthStub(server.channel)
+    results = []
+    for _ in range(2):
+        results.append(ending(lambda: server.place(query("echo 1"), timeout=300)))
+        results.append(ending(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=300)))
+    done.set()
+    for thread in floods:
+        thread.join()
+    assert set(results) == {("OK", "")}
+    assert eventually(lambda: not server.taken()), server.taken()
 
 
 def test_health_is_answered_while_every_place_is_taken_and_calls_are_refused(

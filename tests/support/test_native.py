@@ -348,6 +348,21 @@ def test_the_sanitizers_find_no_errors(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
+def test_the_sanitizer_finds_a_write_past_the_end(tmp_path: Path) -> None:
+    """Run, under the sanitizer, a program that writes like the extension, but past the end."""
+    source, built = tmp_path / "past.c", tmp_path / "past"
+    source.write_text(
+        '#include "native.h"\n#include <stdlib.h>\n'
+        "int main(int n, char **v) { Vector x = {malloc(16), 2, 8}; (void)v; put(&x, n + 1, 1); return 0; }\n"
+    )
+    flags = [f"-I{ROOT / 'csrc'}", f"-I{sysconfig.get_path('include')}", "-fsanitize=address"]
+    subprocess.run([*COMPILER, "-O1", *flags, "-o", built, source], check=True)
+    done = subprocess.run([str(built)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
+
+
 WITHOUT_GIL = pytest.mark.skipif(sys.version_info < (3, 13), reason="the headers do not support Python without the GIL")
 
 

@@ -40,14 +40,8 @@ def launches_of(seed: int, count: int) -> Iterator[tuple[Launch, bool]]:
             yield replace(launch, tokens=max(tokens, launch.documents)), wide
 
 
-def poisoned(*arguments: Any, make: Any = torch.empty_like, **options: Any) -> torch.Tensor:
-    """Return new memory filled with NaN, so that elements that are never written show up."""
-    return make(*arguments, **options).fill_(torch.nan)
-
-
 def wrong(launch: Launch, seed: int, wide: bool) -> dict[str, float]:
     """Run a launch; return the checks that failed, or the fault that the machine found."""
-    torch.empty_like = poisoned
     tiling.tiles = lambda tokens, heads, pairs: own_tiles(max(tokens, 4096 * wide), heads, pairs)
     try:
         return {name: share for name, share in checks(launch, seed) if not share <= 1}
@@ -95,6 +89,7 @@ def planted() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN, so that elements never written show up
     with tempfile.TemporaryDirectory() as folder:
         standin.use(sys.argv[1], Path(folder))
         print(json.dumps(sample(*map(int, sys.argv[2:])) if sys.argv[2:] else planted()))

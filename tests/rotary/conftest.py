@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 Tile = Callable[[int, int], None]
 
@@ -34,13 +32,8 @@ def few_programs(tile: Tile) -> None:
 
 
 @pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaN, so that elements that are never written show up."""
-    for name in ("empty_like", "empty"):
-        make = getattr(torch, name)
-
-        def poisoned(*args: Any, make: Any = make, **options: Any) -> Tensor:
-            out: Tensor = make(*args, **options)
-            return out.fill_(torch.nan) if out.is_floating_point() else out
-
-        monkeypatch.setattr(torch, name, poisoned)
+def poison() -> Iterator[None]:
+    """Have torch fill all new memory with NaN, so that elements that are never written show up."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

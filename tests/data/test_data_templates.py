@@ -146,6 +146,8 @@ SILENT = CHATML.replace("{{ c.text }}", "{{ c.text or '' }}")
          rf"{AT} got TemplateError \(no users\) from the chat template, want a conversation that the"),
         ([turn("user", "A"), turn("assistant", "B"), turn("user", "C")], "{{ messages | length }}", RecordError,
          rf"{AT.replace('0', '1')} got 'assistant', want a chat template that writes a turn independently"),
+        ([turn("user", "A"), turn("gpt", "B")], CHATML, RecordError,
+         rf"{AT.replace('0', '1')} got 'gpt', want one of system, developer, user, assistant, tool$"),
         ([turn("user", VIDEO)], SILENT, InvalidInputError,
          "template: got a chat template that writes nothing for a video, want the template of a model with videos"),
         ([turn("user", "A", PHOTO)], TRIMMED, InvalidInputError,

@@ -122,10 +122,14 @@ class TokenizerTemplate:
 
         Raises:
             RecordError: the template rejects the conversation, writes a turn differently if other turns follow it, or
-                does not write one placeholder for each image, video and audio.
+                does not write one placeholder for each image, video and audio; or no turn is the assistant's and a role
+                is not one of those of a ChatTemplate.
         """
         turns = list(turns)
         first = turns[0][0]
+        if all(role.value != "assistant" for role, _ in turns):
+            for role, _ in turns:  # a template also writes "gpt" or "model", but nothing would be trained on
+                role.choice([known.name for known in fields(ChatTemplate)])
         messages = [{"role": role.text(), "content": _content(parts)} for role, parts in turns]
         text = self._written(first, messages)
         edges = [0]  # an answer follows each odd edge

@@ -11,6 +11,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,7 @@ def sized(size: int, form: Any = tarfile.GNU_FORMAT) -> bytes:
         *((changed(FOUR, at, bytes([FOUR[at] ^ 1])), 1, f"no header at byte {8 * BLOCK} (bad checksum)")
           for at in (8 * BLOCK + field for field in (0, 100, 124, 136, 156, 257, 345))),
     ],
+    ids=count(),
 )  # fmt: skip
 def test_damage_to_an_archive_is_an_error_after_intact_records(
     tmp_path: Path, data: bytes, records: int, got: str

@@ -15,7 +15,7 @@ from omni import AUDIO_BEGIN, AUDIO_END, BEGIN, CLIP, END
 from omni import BUILDER as OMNI
 from results import assert_equal
 
-from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError, place
+from mmpos import Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder, UnsupportedError, Video, place
 from mmpos.data.batch import Batch
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Example, ImageError, Location, OnImageError, Piece, Preprocess, RecordError
@@ -53,8 +53,6 @@ AT = "r7 (shard.jsonl[3]): "
     [
         (lambda: WHOLE.slice(2, 2), InvalidInputError, "stop: got 2, want >= 3"),
         (lambda: WHOLE.slice(0, 9), InvalidInputError, "stop: got 9, want <= 8"),
-        (lambda: WHOLE.slice(3, 8), InvalidInputError, "start: got 3 inside image 0, want it between parts"),
-        (lambda: WHOLE.slice(0, 6), InvalidInputError, "stop: got 6 inside image 0, want it between parts"),
         (lambda: example(), RecordError, "r7: got no parts, want at least one"),
         (lambda: example(("a", True), (BROKEN, True)), RecordError, f"{AT}parts[1]: image: got a file"),
         (lambda: example(("", True)), RecordError, f"{AT}parts: got no tokens, want at least one"),
@@ -131,6 +129,9 @@ def test_labels_leave_out_untrained_pieces_patches_audio_and_unless_asked_for_ma
     assert got.sequence.input_ids.tolist() == [97, 98, 99, 256, 258, 258, 257, 100, 7]
     assert got.labels.tolist() == [-100, -100, 99, -100, -100, -100, -100, 100, -100]
     assert (got.key, got.num_tokens) == ("r7", 9)
+    for train, label in ((True, ord("t")), (False, -100)):  # of a timestamp
+        video = example(("a", True), (Video([Grid(1, 1)], times=[0], timestamp="t"), train), ("b", True))
+        assert video.labels.tolist() == [97, label, -100, -100, -100, 98]
     assert SPOKEN.labels.tolist() == [*[-100] * 6, 99, 100, *[-100] * 14, 101]
     pieces = ((Audio(2), True), (CLIP, True), (Audio(1), False))
     marked = spoken(*pieces, train_markers=True).labels.tolist()

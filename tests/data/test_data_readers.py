@@ -346,9 +346,9 @@ def test_damage_to_an_archive_is_an_error_after_intact_records(
 def test_an_archive_may_end_with_two_or_more_blocks_of_zeros(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     for zeros in (2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 3 * 2**20):
-        for count, data in ((4, FOUR[: 20 * BLOCK]), (0, b"")):
+        for size, data in ((4, FOUR[: 20 * BLOCK]), (0, b"")):
             path.write_bytes(data + bytes(zeros))
-            assert seen_by_all(TarReader(str(path))) == intact(count, path)
+            assert seen_by_all(TarReader(str(path))) == intact(size, path)
 
 
 def test_sparse_files_are_read_and_truncated_ones_are_errors(tmp_path: Path) -> None:

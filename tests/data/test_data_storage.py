@@ -59,8 +59,7 @@ def test_examples_of_every_scheme_are_read_back_unchanged(tmp_path: Path, scheme
 
 
 def test_every_kind_of_part_and_slice_is_read_back(tmp_path: Path) -> None:
-    pixels = example("f", ["ab", PHOTO, "cd"], dtype="float32")
-    assert pixels.sequence.patches is not None
+    pixels: Any = example("f", ["ab", PHOTO, "cd"], dtype="float32")
     assert pixels.sequence.patches.dtype == np.float32
 
     def bare(name: str, document: list[Any], scheme: str | Scheme, types: list[int]) -> Example:

@@ -38,7 +38,8 @@ def clip(
 ) -> bytes:  # fmt: skip
     """Encode a clip, at a constant rate or with these times in milliseconds, or a song with a picture as its cover."""
     with NamedTemporaryFile() as written, av.open(written.name, "w", format=container, options=options or {}) as file:
-        stream: Any = file.add_stream(codec, rate=rate, options=encoder or {}) if frames or not audio else None
+        one_thread = {"threads": "1"} | (encoder or {})  # so that the bytes do not depend on the number of cores
+        stream: Any = file.add_stream(codec, rate=rate, options=one_thread) if frames or not audio else None
         if stream:
             stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuvj420p" if cover else "yuv420p"
             if milliseconds:

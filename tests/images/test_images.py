@@ -190,14 +190,6 @@ def test_every_source_gives_the_same_pixels(name: str, backend: str) -> None:
     np.testing.assert_array_equal(pixels(SAME[name], backend), GRADIENT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gray_sources_are_repeated_in_all_colour_channels(backend: str) -> None:
-    gray = GRADIENT[..., 0]
-    want = np.dstack([gray] * 3)
-    for image in (gray, gray[..., None], torch.tensor(gray), torch.tensor(gray)[None], Image.fromarray(gray)):
-        np.testing.assert_array_equal(pixels(image, backend), want)
-
-
 def test_a_path_gives_the_same_pixels_and_hash_as_the_bytes_of_its_file(tmp_path: Path) -> None:
     data = encoded(photo(), "JPEG")
     path = tmp_path / "photo.bin"
@@ -325,7 +317,7 @@ def test_low_bit_gray_is_stretched_and_one_level_may_be_transparent(depth: int, 
     np.testing.assert_array_equal(pixels(keyed, background=(0, 0, 0)), want)
 
 
-LEVELS = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+GRAY, LEVELS = GRADIENT[..., 0], np.arange(65536, dtype=np.uint16).reshape(256, 256)
 COLOUR, KEY = NOISE[..., :3], struct.pack(">HHH", *NOISE[0, 0, :3])
 KEYED = np.where(np.arange(64).reshape(8, 8), 255, 0)
 """Alpha of an image whose first colour, the key, is transparent."""
@@ -334,6 +326,8 @@ KEYED = np.where(np.arange(64).reshape(8, 8), 255, 0)
 @pytest.mark.parametrize(
     ("source", "want"),
     [
+        *((source, gray(GRAY)) for source in (GRAY, GRAY[..., None], torch.tensor(GRAY), torch.tensor(GRAY)[None],
+                                              Image.fromarray(GRAY))),
         (COLOUR, eight(COLOUR)),
         (png(COLOUR, 2, 16), COLOUR >> 8),
         (png(NOISE, 6, 16), over(COLOUR >> 8, NOISE[..., 3] >> 8)),
@@ -343,8 +337,8 @@ KEYED = np.where(np.arange(64).reshape(8, 8), 255, 0)
         (png(NOISE[..., 0], 0, 16, before=chunk(b"tRNS", KEY[:2])), over(gray(eight(NOISE[..., 0])), KEYED)),
     ],
     ids=count(),
-)
-def test_16_bits_are_rounded_except_those_of_files_with_colour_or_alpha(source: object, want: Pixels) -> None:
+)  # fmt: skip
+def test_gray_and_16_bit_samples_become_colours_of_8_bits(source: object, want: Pixels) -> None:
     np.testing.assert_array_equal(pixels(source), want)
 
 

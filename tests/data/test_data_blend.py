@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_corpus import NumberedShard, load
+from data_corpus import NumberedShard, keys, load
 from results import assert_equal
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -45,10 +45,6 @@ def blend(sizes: dict[str, Any], batching: Any = None, **options: Any) -> Any:
     }
     defaults: dict[str, Any] = {"preprocess": tiny, "collate": keys, "weights": dict.fromkeys(sizes, 1), "seed": 3}
     return Blend(shards, batching=batching or Batcher(1), **defaults | options)
-
-
-def keys(group: Any) -> list[str]:
-    return [one.key for one in getattr(group, "examples", group)]
 
 
 def joined(batches: Iterable[list[str]]) -> list[str]:

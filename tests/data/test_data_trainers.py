@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_corpus import NumberedShard, load
+from data_corpus import NumberedShard, keys, load
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
@@ -34,10 +34,6 @@ class Shards(NumberedShard):
     @staticmethod
     def example(raw: Any, location: Location) -> Example:
         return labelled(str(location), ["x" * (5 if raw % 2 else 30)])
-
-
-def as_keys(group: Any) -> Any:
-    return [example.key for example in getattr(group, "examples", group)]
 
 
 BATCH: Any = PackedCollator()([labelled("a", ["two", Grid(2, 2)])] * 2)
@@ -87,7 +83,7 @@ def of_rank(rank: int, world_size: int) -> Any:
 
 def packs_of_forty() -> RankLoader[Any]:
     """Create a loader that yields packs as lists of their documents' keys."""
-    dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys, seed=3, shuffle=9)
+    dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), keys, seed=3, shuffle=9)
     return RankLoader(load(dataset, 0), "repeat")
 
 
@@ -192,7 +188,7 @@ def test_the_number_of_batches_is_known_from_lengths_unless_texts_are_cut_or_doc
     def new(on_error: str) -> RankLoader[Any]:
         options: dict[str, Any] = {"rank": rank, "world_size": 2, "on_error": on_error, "quarantine": tmp_path}
         shards = [shard(name, 23) for name in "abc"]
-        dataset = BatchDataset(shards, preprocess, batching, as_keys, seed=2, shuffle=4, split=split, **options)
+        dataset = BatchDataset(shards, preprocess, batching, keys, seed=2, shuffle=4, split=split, **options)
         dataset.set_epoch(5)
         return RankLoader(load(dataset, workers))
 
@@ -236,7 +232,7 @@ def check_resumed(rank: int) -> None:
     """Run an epoch with each value of ``even``, and resume it from the state after every step."""
 
     def make(even: Even) -> RankLoader[Any]:
-        dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys)
+        dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), keys)
         return RankLoader(load(dataset, rank, StatefulDataLoader), even)
 
     cases: list[tuple[Even, int]] = [("drop", 2), ("repeat", 10)]

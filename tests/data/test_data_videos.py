@@ -15,6 +15,7 @@ import av
 import numpy as np
 import pytest
 from model_configs import complete
+from test_data_formats import user
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, Video
 from mmpos.data import Chat, ChatTemplate, Images, Location, Preprocess, RecordError, Videos
@@ -227,12 +228,6 @@ def test_a_missing_file_and_a_missing_library_are_named(tmp_path: Path, monkeypa
 
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
-
-
-def user(*parts: Any, **columns: Any) -> dict[str, Any]:
-    """Make a chat whose user turn has these parts."""
-    turns = [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": "Grey."}]
-    return {"messages": turns, **columns}
 
 
 def test_videos_of_records_are_decoded_with_their_times(tmp_path: Path) -> None:

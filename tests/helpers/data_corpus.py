@@ -84,6 +84,11 @@ def load(dataset: Any, workers: int, kind: Any = DataLoader, method: str = "fork
     return kind(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context, **options)
 
 
+def keys(group: Any) -> list[str]:
+    """Return the keys of a list of examples or a pack, instead of collating it."""
+    return [example.key for example in getattr(group, "examples", group)]
+
+
 @dataclass(frozen=True)
 class NumberedShard:
     """A shard that derives each record from its index."""

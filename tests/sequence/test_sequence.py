@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from refusals import assert_refused
 from results import assert_equal
 from test_tokenizers import Plain, trained_bpe
 
@@ -104,8 +105,8 @@ def test_a_marker_spelled_out_in_user_text_remains_text(begin: str, text: str) -
 def test_text_that_encodes_to_a_marker_is_refused() -> None:
     builder = SequenceBuilder(Plain(), markers=Markers(begin="[X]", end=ord("e"), patch=ord("p")))
     assert builder.build(["ab"]).input_ids.tolist() == [97, 98]
-    with pytest.raises(InvalidInputError, match=r"parts\[1\]: got text that encodes to marker id 101, want plain text"):
-        builder.build(["ab", "e"])
+    want = "parts[1]: got text that encodes to marker id 101, want plain text"
+    assert_refused(want, lambda: builder.build(["ab", "e"]))
 
 
 def test_a_text_that_spells_too_many_markers_is_refused_early() -> None:
@@ -203,10 +204,10 @@ def test_the_first_broken_document_is_reported_even_if_later_ones_fail_earlier(t
         with pytest.raises(InvalidInputError, match=message):
             builder.build_batch(documents, threads=threads)
     small = SequenceBuilder(images=ImageProcessor(backend="pillow", max_source_pixels=100))
-    with pytest.raises(LimitExceededError, match=r"documents\[1\]\.parts\[2\]: image: "):
-        small.build_batch([["a"], ["b", "c", pixels(30, 30)]], threads=threads)
-    with pytest.raises(InvalidInputError, match="threads: got 0, want >= 1"):
-        builder.build_batch([], threads=0)
+    large = [["a"], ["b", "c", pixels(30, 30)]]
+    beyond = "documents[1].parts[2]: image: got 30 x 30 = 900 pixels, want <= 100"
+    assert_refused(beyond, lambda: small.build_batch(large, threads=threads), LimitExceededError)
+    assert_refused("threads: got 0, want >= 1", lambda: builder.build_batch([], threads=0))
 
 
 @pytest.mark.parametrize(

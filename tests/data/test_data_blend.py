@@ -134,9 +134,7 @@ def test_each_corpus_has_its_own_preprocess_and_its_own_limit_on_skipped_records
     ("workers", "every", "persistent"), [(0, 1, False), (0, 5, False), (2, 1, True), (2, 2, False)]
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_blend_resumes_exactly_on_any_number_of_ranks_and_workers(
-    ranks: int, workers: int, every: int, persistent: bool, tmp_path: Path
-) -> None:
+def test_a_blend_resumes_exactly(ranks: int, workers: int, every: int, persistent: bool, tmp_path: Path) -> None:
     stop: Any = "last" if persistent or every == 5 else None
 
     def new(rank: int) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from mmpos.data.batch import Batch, MaskMod
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
-from mmpos.positions.table import Layout
+from mmpos.positions.table import Layout, Side
 from mmpos.rotary.device import DevicePositions
 from mmpos.segments import Audio
 from mmpos.support import native
@@ -104,9 +104,7 @@ some_documents = document_lists.filter(bool)
 @given(
     some_documents, st.sampled_from([1, 3, 8]), st.sampled_from(["left", "right", None]), st.none() | st.integers(0, 2)
 )
-def test_batches_match_plain_loops(
-    documents: Any, multiple_of: int, side: Literal["left", "right"] | None, room: int | None
-) -> None:
+def test_batches_match_plain_loops(documents: Any, multiple_of: int, side: Side | None, room: int | None) -> None:
     examples = examples_of(documents)
     sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
     more = (room or 0) * multiple_of
@@ -132,9 +130,7 @@ def test_batches_match_plain_loops(
 
 @settings(max_examples=50)
 @given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(get_args(Layout)), st.booleans())
-def test_the_shards_of_all_ranks_reassemble_into_the_batch(
-    documents: Any, world_size: int, layout: Layout, packed: bool
-) -> None:
+def test_shards_of_all_ranks_form_the_batch(documents: Any, world_size: int, layout: Layout, packed: bool) -> None:
     examples = examples_of(documents)
     collator = PackedCollator if packed or layout.endswith("sequence") else PaddedCollator
     whole = collator(multiple_of=2 * world_size)(examples)

@@ -102,9 +102,7 @@ def keys(batches: Iterable[Any]) -> list[str]:
 @pytest.mark.parametrize("sizes", [[], [0], [1], [5, 0, 17, 3], [7] * 9, [100]])
 @pytest.mark.parametrize(("world_size", "num_workers"), [(1, 1), (1, 3), (2, 2), (3, 4)])
 @pytest.mark.parametrize("shuffle", [1, 4])
-def test_all_consumers_together_read_every_record_once(
-    by: Any, sizes: list[int], world_size: int, num_workers: int, shuffle: int
-) -> None:
+def test_every_record_is_read_once(by: Any, sizes: list[int], world_size: int, num_workers: int, shuffle: int) -> None:
     readers = tuple(Numbers(f"s{i}", size) for i, size in enumerate(sizes))
     want = Counter(record["id"] for reader in readers for _, record in reader.records())
     seen: Counter[str] = Counter()
@@ -317,9 +315,7 @@ def test_a_dataset_that_workers_read_has_no_state_of_its_own() -> None:
     assert dataset.state_dict()["counts"]["batches"] == 1
 
 
-def test_examples_too_long_for_a_pack_are_counted_and_logged(
-    corpus: list[Reader], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_overlong_examples_are_counted(corpus: list[Reader], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dataset = data(corpus, Packer(60, overlong="drop"), quarantine=tmp_path)
     assert dataset.counts == {}
     kept, counts = keys(dataset), dataset.counts
@@ -507,7 +503,7 @@ def test_each_worker_writes_its_own_quarantine_file(corpus: list[Reader], tmp_pa
     ],
 )
 @pytest.mark.parametrize("threads", [0, 2])
-def test_an_error_in_the_callable_is_raised_and_names_the_record(
+def test_errors_of_the_callable_name_the_record(
     threads: int, result: Any, error: type[Exception], message: str
 ) -> None:
     def fourth(record: Any, location: Location) -> Any:
@@ -597,9 +593,7 @@ def test_building_and_batching_call_few_functions() -> None:
     [(HFImages(), "parquet", partial(write_parquet, group=1750)), (HFImages(), "jsonl", write_jsonl),
      (Pairs(), "tar", write_tar)],
 )  # fmt: skip
-def test_memory_use_is_constant_over_thousands_of_records(
-    form: Format, suffix: str, write: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_memory_use_is_constant(form: Format, suffix: str, write: Callable[..., Path], tmp_path: Path) -> None:
     parts = {"a": records(0, 3500), "b": records(3500, 5000)}
     readers = shards([write(tmp_path / f"{name}.{suffix}", part) for name, part in parts.items()])
     dataset = data(readers, Packer(1000, buffer=32), preprocess=Preprocess(form, BUILDER), shuffle=64)

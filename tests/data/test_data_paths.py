@@ -297,9 +297,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("store", ["local", "s3"])
-def test_killed_runs_lose_and_double_nothing_and_leave_nothing_behind(
-    store: str, workers: int, s3: Any, tmp_path: Path
-) -> None:
+def test_killed_runs_lose_double_and_leave_nothing(store: str, workers: int, s3: Any, tmp_path: Path) -> None:
     bucket, rows = f"killed-{workers}", records(0, 200)
     s3.create_bucket(Bucket=bucket)
     for row in rows:

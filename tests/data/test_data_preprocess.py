@@ -121,9 +121,7 @@ def test_every_shard_becomes_a_file_of_preprocessed_examples(tmp_path: Path, mon
         ("skip-document", "", Counts(documents=2, tokens=206, images=2, skipped=1)),
     ],
 )
-def test_records_with_broken_images_are_counted_by_reason(
-    tmp_path: Path, policy: OnImageError, prefix: str, counts: Counts
-) -> None:
+def test_broken_images_are_counted_by_reason(tmp_path: Path, policy: OnImageError, prefix: str, counts: Counts) -> None:
     readers = shards(corpus(tmp_path, 1, 3, frozenset({(0, 1)})))
     for _ in range(2):  # the second run reads the finished file
         summary = write_sequences(readers, tmp_path / "out", replace(PAGES, on_image_error=policy))
@@ -219,9 +217,7 @@ def test_the_error_from_a_full_disk_names_the_output_and_finished_files_remain(
     assert write_sequences(readers, tmp_path / "out", PAGES).counts == COUNTS
 
 
-def test_skipped_records_are_rows_with_an_error_whatever_the_number_of_processes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_records_become_rows_with_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths, reports = corpus(tmp_path, 2, 3, frozenset({(1, 1)})), list[Progress]()
     with Path(paths[1]).open("a") as file:
         file.write("{broken\n")
@@ -330,9 +326,7 @@ def test_an_input_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> N
     assert sequence_shards(tmp_path / "out") == []
 
 
-def test_further_inputs_are_added_changed_ones_are_refused_and_those_not_given_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_further_inputs_are_added_and_changed_ones_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = shards(corpus(tmp_path, 3, 1))
     out = tmp_path / "out"
     assert write_sequences([first, second], out, PAGES).others == ()

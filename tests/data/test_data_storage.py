@@ -321,9 +321,7 @@ def test_keys_are_unique_in_a_data_set_and_the_same_in_every_run() -> None:
 @pytest.mark.parametrize(
     ("title", "package"), [("Ray Data", "ray"), ("Daft", "daft"), ("Hugging Face datasets", "datasets")]
 )
-def test_the_pipelines_of_the_page_write_every_record_once(
-    title: str, package: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_pipelines_write_every_record(title: str, package: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     engine, want = pytest.importorskip(package), dict[str, Example]()
     for name in "ab":
         rows = [{"id": f"{name}-{i}", "jpg": RECORDS[i % 4]["jpg"], "txt": f"{name} {i}"} for i in range(12)]

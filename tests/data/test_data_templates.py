@@ -159,9 +159,7 @@ SILENT = CHATML.replace("{{ c.text }}", "{{ c.text or '' }}")
          "template: got a chat template that writes nothing for an image, want"),
     ],
 )  # fmt: skip
-def test_chats_that_the_template_does_not_support_are_refused(
-    chat: Any, template: str, error: type[Exception], message: str
-) -> None:
+def test_unsupported_chats_are_refused(chat: Any, template: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         omni(chat, template)
 

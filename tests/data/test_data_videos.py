@@ -103,9 +103,7 @@ def test_max_frames_spreads_the_frames_that_fps_would_choose() -> None:
     [("matroska", "libx264", False), ("webm", "libvpx-vp9", False), ("mpegts", "libx264", False),
      ("avi", "mpeg4", False), ("mp4", "libx264", True)],
 )  # fmt: skip
-def test_files_with_sound_or_that_do_not_count_their_frames_or_start_late_are_read(
-    container: str, codec: str, audio: bool
-) -> None:
+def test_files_with_sound_late_starts_or_no_counts_are_read(container: str, codec: str, audio: bool) -> None:
     video = Video.from_file(clip(16, rate=8, container=container, codec=codec, audio=audio), fps=2)
     assert indices(video) == [0, 4, 8, 12]
     assert video.seconds_per_frame == Fraction(1, 2)

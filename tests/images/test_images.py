@@ -317,9 +317,7 @@ ANIMATED: dict[str, Any] = {"save_all": True, "append_images": [Image.new("RGB",
     [("JPEG", options) for options in ({}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True})]
     + [("MPO", ANIMATED), ("WEBP", {}), ("WEBP", {"lossless": True}), ("WEBP", ANIMATED), ("GIF", ANIMATED)],
 )
-def test_files_and_the_first_of_their_frames_are_decoded_as_by_pillow(
-    kind: str, options: dict[str, Any], backend: str
-) -> None:
+def test_first_frames_are_decoded_as_by_pillow(kind: str, options: dict[str, Any], backend: str) -> None:
     for mode in {"GIF": ("P",), "JPEG": ("RGB", "L", "CMYK")}.get(kind, ("RGB", "L")):
         data = encoded(photo().convert(mode), kind, **options)
         want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)

@@ -105,9 +105,7 @@ CROP = "want input_ids and sizes from its model's processor, which mmpos.from_hf
         (MARKERS, Tile(1, 2), UnsupportedError, f"got a tile, {CROP}"),
     ],
 )  # fmt: skip
-def test_parts_without_their_markers_are_refused(
-    markers: Markers, part: object, kind: type[Exception], error: str
-) -> None:
+def test_parts_without_markers_are_refused(markers: Markers, part: object, kind: type[Exception], error: str) -> None:
     builder = SequenceBuilder(ByteTokenizer((*NAMES, "[IMG]", "[/IMG]", "[PATCH]")), markers=markers)
     with pytest.raises(kind, match=f"^{re.escape(f'parts[1]: {error}')}$"):
         builder.build(["a", part])

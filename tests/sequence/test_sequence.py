@@ -204,7 +204,7 @@ def test_the_first_broken_document_is_reported_even_if_later_ones_fail_earlier(t
         with pytest.raises(InvalidInputError, match=message):
             builder.build_batch(documents, threads=threads)
     small = SequenceBuilder(images=ImageProcessor(backend="pillow", max_source_pixels=100))
-    large = [["a"], ["b", "c", pixels(30, 30)]]
+    large: list[Any] = [["a"], ["b", "c", pixels(30, 30)]]
     beyond = "documents[1].parts[2]: image: got 30 x 30 = 900 pixels, want <= 100"
     assert_refused(beyond, lambda: small.build_batch(large, threads=threads), LimitExceededError)
     assert_refused("threads: got 0, want >= 1", lambda: builder.build_batch([], threads=0))

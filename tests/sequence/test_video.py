@@ -106,9 +106,7 @@ def test_a_timestamp_is_formatted_from_the_exact_time(seconds: Any, timestamp: A
 
 @settled
 @given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 12))
-def test_the_digits_of_a_timestamp_are_correct_to_within_half_a_unit(
-    numerator: int, denominator: int, decimals: int
-) -> None:
+def test_the_digits_of_a_timestamp_are_within_half_a_unit(numerator: int, denominator: int, decimals: int) -> None:
     time = Fraction(numerator, denominator)
     (text,) = timestamps("timestamp", f"{{seconds:.{decimals}f}}", [time])
     assert abs(Fraction(text) - time) <= Fraction(1, 2 * 10**decimals)

@@ -539,8 +539,7 @@ RECORDS: dict[str, dict[str, Any]] = {
     "tar-documents": {"json": {"images": ["a.jpg", None], "texts": [None, "a cat"]}, "a.jpg": CAT},
     "texts": {"text": "a cat"},
 }
-TALKS = ("chat", "llava", "finevision")
-PLACED = {"hf": ("image",), **dict.fromkeys(TALKS, ("image", "images"))}
+PLACED = {"hf": ("image",), **dict.fromkeys(("chat", "llava", "finevision"), ("image", "images"))}
 WITHOUT: dict[str, dict[str, Any]] = {
     **RECORDS, "obelics": {"images": [None], "texts": ["a"]}, "mmc4": {"text_list": ["a"], "image_info": []},
     "chat": talk("a"), "llava": llava("a"), "finevision": {"texts": [{"user": "a", "assistant": "b"}]},

@@ -52,9 +52,7 @@ def write_parquet(path: Path, rows: Sequence[Record], group: int = 8) -> Path:
     struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     schema = pa.schema({"id": pa.string(), "image": struct, "text": pa.string()})
     table = pa.Table.from_pylist(list(rows), schema)
-    pq.write_table(
-        table, path, row_group_size=group, compression="none", use_dictionary=False, write_page_checksum=True
-    )
+    pq.write_table(table, path, group, compression="none", use_dictionary=False, write_page_checksum=True)
     return path
 
 

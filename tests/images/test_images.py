@@ -190,17 +190,7 @@ def test_every_source_gives_the_same_pixels(name: str, backend: str) -> None:
     np.testing.assert_array_equal(pixels(SAME[name], backend), GRADIENT)
 
 
-def test_a_path_gives_the_same_pixels_and_hash_as_the_bytes_of_its_file(tmp_path: Path) -> None:
-    data = encoded(photo(), "JPEG")
-    path = tmp_path / "photo.bin"
-    path.write_bytes(data)
-    from_path, from_bytes = exact().process(path), exact().process(data)
-    assert from_path.content_hash == from_bytes.content_hash == hashlib.sha256(data).hexdigest()
-    np.testing.assert_array_equal(from_path.patches, from_bytes.patches)
-    assert exact().inspect(path) == ImageSize(48, 64)
-
-
-def test_pixel_hashes_depend_on_type_shape_and_content() -> None:
+def test_hashes_depend_on_the_bytes_of_a_file_and_on_type_shape_and_content_of_pixels(tmp_path: Path) -> None:
     def digest(image: object) -> str | None:
         return exact().process(image).content_hash
 
@@ -214,8 +204,11 @@ def test_pixel_hashes_depend_on_type_shape_and_content() -> None:
     assert len({digest(image) for image in different}) == len(different)
     assert digest(np.zeros((4, 8, 3), np.uint8)) == digest(torch.zeros(3, 4, 8, dtype=torch.uint8))
     assert digest(np.full((4, 4), 5, ">u2")) == digest(np.full((4, 4), 5, "<u2"))
-    header = hashlib.sha256(b"('uint8', (4, 8))" + bytes(32))
-    assert digest(zeros) == header.hexdigest()
+    assert digest(zeros) == hashlib.sha256(b"('uint8', (4, 8))" + bytes(32)).hexdigest()
+    data, path = encoded(photo(), "JPEG"), tmp_path / "photo.bin"
+    path.write_bytes(data)
+    assert digest(path) == digest(data) == hashlib.sha256(data).hexdigest()
+    assert exact().inspect(path) == ImageSize(48, 64)
 
 
 def test_an_image_given_only_by_its_size_has_a_grid_but_no_patches() -> None:

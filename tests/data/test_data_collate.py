@@ -344,13 +344,10 @@ def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> tor
     return same & (document >= 0) & ((token[:, None] >= token) | (together & (image >= 0)))
 
 
-few_documents = document_lists.filter(lambda drawn: 0 < len(drawn) <= 4)
-
-
 @settings(max_examples=20)
-@given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
+@given(some_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
 def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
-    examples = examples_of(documents)
+    examples = examples_of(documents[:4])
     collator: Any = PackedCollator if kind == "packed" else partial(PaddedCollator, kind)
     batch = collator(multiple_of=multiple_of)(examples)
     spans = batch.image_spans.tolist() if bidirectional else []

@@ -100,21 +100,17 @@ def test_fit_returns_known_sizes(processor: ImageProcessor, size: tuple[int, int
 
 
 @st.composite
-def processors(draw: st.DrawFn) -> ImageProcessor:
+def processors_and_sizes(draw: st.DrawFn) -> tuple[ImageProcessor, int, int]:
     patch, merge = draw(st.integers(1, 16)), draw(st.integers(1, 3))
     most = draw(st.integers((patch * merge) ** 2, 40 * (patch * merge) ** 2))
-    return ImageProcessor(
+    processor = ImageProcessor(
         patch_size=patch,
         spatial_merge_size=merge,
         min_pixels=draw(st.integers(0, most)),
         max_pixels=most,
         max_tokens=draw(st.none() | st.integers(1, 50)),
     )
-
-
-@st.composite
-def processors_and_sizes(draw: st.DrawFn) -> tuple[ImageProcessor, int, int]:
-    processor, short = draw(processors()), draw(st.integers(1, 500))
+    short = draw(st.integers(1, 500))
     long = draw(st.integers(short, short * draw(st.sampled_from([1, 2, 7, 200]))))
     return (processor, short, long) if draw(st.booleans()) else (processor, long, short)
 

@@ -32,12 +32,6 @@ def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
     return np.stack([pixels[y * patch : (y + 1) * patch, x * patch : (x + 1) * patch] for y, x in places])
 
 
-def in_planes(patches: Array, frames: int) -> Array:
-    """Scale and shift every sample, and return one plane per colour, repeated for every frame."""
-    planes = patches.transpose(0, 3, 1, 2).astype(np.float32) * SCALE[:, None, None] + SHIFT[:, None, None]
-    return np.stack([planes] * frames, axis=2).reshape(len(patches), -1)
-
-
 @pytest.mark.parametrize("order", ["raster", "merged"])
 @pytest.mark.parametrize(("patch", "merge"), [(14, 2), (16, 2), (1, 1), (2, 3), (5, 2), (33, 1), (3, 8)])
 def test_patches_equal_those_of_a_loop(patch: int, merge: int, order: str) -> None:
@@ -46,10 +40,10 @@ def test_patches_equal_those_of_a_loop(patch: int, merge: int, order: str) -> No
     got = patchify(pixels, patch, merge, order, None)
     assert got.dtype == np.uint8
     np.testing.assert_array_equal(got, want)
-    floats = patchify(pixels, patch, merge, order, (SCALE, SHIFT))
-    np.testing.assert_array_equal(floats, want.astype(np.float32) * SCALE + SHIFT)
-    for frames in (1, 2, 3):
-        values = in_planes(want, frames)
+    floats = want.astype(np.float32) * SCALE + SHIFT
+    np.testing.assert_array_equal(patchify(pixels, patch, merge, order, (SCALE, SHIFT)), floats)
+    for frames in (1, 2, 3):  # one plane per colour, repeated for every frame
+        values = np.stack([floats.transpose(0, 3, 1, 2)] * frames, axis=2).reshape(len(want), -1)
         np.testing.assert_array_equal(pixel_values(got, patch, frames, SCALE, SHIFT), values)
         for normalise in (pixel_values, lambda x, _, *others: on_device(x, *others)):  # on the host, on a device
             tensor = normalise(torch.from_numpy(got), patch, frames, SCALE, SHIFT)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_corpus import NumberedShard, load
+from data_corpus import NumberedShard, keys, load
 from results import assert_equal
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -45,10 +45,6 @@ def blend(sizes: dict[str, Any], batching: Any = None, **options: Any) -> Any:
     }
     defaults: dict[str, Any] = {"preprocess": tiny, "collate": keys, "weights": dict.fromkeys(sizes, 1), "seed": 3}
     return Blend(shards, batching=batching or Batcher(1), **defaults | options)
-
-
-def keys(group: Any) -> list[str]:
-    return [one.key for one in getattr(group, "examples", group)]
 
 
 def joined(batches: Iterable[list[str]]) -> list[str]:
@@ -138,9 +134,7 @@ def test_each_corpus_has_its_own_preprocess_and_its_own_limit_on_skipped_records
     ("workers", "every", "persistent"), [(0, 1, False), (0, 5, False), (2, 1, True), (2, 2, False)]
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_blend_resumes_exactly_on_any_number_of_ranks_and_workers(
-    ranks: int, workers: int, every: int, persistent: bool, tmp_path: Path
-) -> None:
+def test_a_blend_resumes_exactly(ranks: int, workers: int, every: int, persistent: bool, tmp_path: Path) -> None:
     stop: Any = "last" if persistent or every == 5 else None
 
     def new(rank: int) -> Any:

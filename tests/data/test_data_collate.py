@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from mmpos.data.batch import Batch, MaskMod
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import IGNORE_INDEX, Example
 from mmpos.data.packing import Pack
-from mmpos.positions.table import Layout
+from mmpos.positions.table import Layout, Side
 from mmpos.rotary.device import DevicePositions
 from mmpos.segments import Audio
 from mmpos.support import native
@@ -104,9 +104,7 @@ some_documents = document_lists.filter(bool)
 @given(
     some_documents, st.sampled_from([1, 3, 8]), st.sampled_from(["left", "right", None]), st.none() | st.integers(0, 2)
 )
-def test_batches_match_plain_loops(
-    documents: Any, multiple_of: int, side: Literal["left", "right"] | None, room: int | None
-) -> None:
+def test_batches_match_plain_loops(documents: Any, multiple_of: int, side: Side | None, room: int | None) -> None:
     examples = examples_of(documents)
     sizes = [-(-one.num_tokens // multiple_of) * multiple_of for one in examples]
     more = (room or 0) * multiple_of
@@ -132,9 +130,7 @@ def test_batches_match_plain_loops(
 
 @settings(max_examples=50)
 @given(some_documents, st.sampled_from([1, 2, 3]), st.sampled_from(get_args(Layout)), st.booleans())
-def test_the_shards_of_all_ranks_reassemble_into_the_batch(
-    documents: Any, world_size: int, layout: Layout, packed: bool
-) -> None:
+def test_shards_of_all_ranks_form_the_batch(documents: Any, world_size: int, layout: Layout, packed: bool) -> None:
     examples = examples_of(documents)
     collator = PackedCollator if packed or layout.endswith("sequence") else PaddedCollator
     whole = collator(multiple_of=2 * world_size)(examples)
@@ -210,8 +206,7 @@ def with_photos(scheme: str = "rope-tie") -> list[Example]:
 
 def test_patches_are_concatenated_unchanged() -> None:
     examples = with_photos()
-    batch = PackedCollator()(examples)
-    assert batch.patches is not None
+    batch: Any = PackedCollator()(examples)
     assert (batch.patches.dtype, batch.patches.shape) == (torch.uint8, (16, 4, 4, 3))
     want: list[Any] = [examples[0].sequence.patches, examples[2].sequence.patches]
     assert (batch.patches.numpy() == np.concatenate(want)).all()
@@ -349,13 +344,10 @@ def by_loops(lengths: list[int], sizes: list[int], side: str, spans: Any) -> tor
     return same & (document >= 0) & ((token[:, None] >= token) | (together & (image >= 0)))
 
 
-few_documents = document_lists.filter(lambda drawn: 0 < len(drawn) <= 4)
-
-
 @settings(max_examples=20)
-@given(few_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
+@given(some_documents, st.booleans(), st.sampled_from(["packed", "left", "right"]), st.sampled_from([1, 4, 8]))
 def test_masks_match_plain_loops(documents: Any, bidirectional: bool, kind: Any, multiple_of: int) -> None:
-    examples = examples_of(documents)
+    examples = examples_of(documents[:4])
     collator: Any = PackedCollator if kind == "packed" else partial(PaddedCollator, kind)
     batch = collator(multiple_of=multiple_of)(examples)
     spans = batch.image_spans.tolist() if bidirectional else []
@@ -373,18 +365,6 @@ def test_flex_attention_takes_the_mask_and_returns_zeros_for_padding() -> None:
     q, k, v = (torch.ones(2, 1, 5, 16) for _ in range(3))
     out: Any = flex_attention(q, k, v, block_mask=block_mask)
     assert out[:, 0, :, 0].round().tolist() == [[1, 1, 1, 0, 0], [1] * 5]
-
-
-def test_a_shard_uses_the_mask_of_the_whole_batch_through_its_indices() -> None:
-    whole = PackedCollator(multiple_of=4)([example("a", 9, (2, 3), 3), example("b", 6)])
-    mod = whole.mask_mod(bidirectional_images=True)
-    mask = dense(mod, whole)[0]
-    index = torch.from_numpy(whole.positions.shard_indices(1, 2))
-
-    def of_rank(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-        return mod(b, h, index[q_idx], kv_idx)
-
-    assert torch.equal(create_mask(of_rank, 1, 1, len(index), len(mask), device="cpu")[0, 0], mask[index])
 
 
 in_c = pytest.mark.skipif(native.core is None, reason="the extension was not built")

@@ -175,25 +175,23 @@ RECORD: dict[str, Any] = {
     "video_grid_thw": [[2, 2, 2]],
     "pixel_values_videos": torch.arange(100.0, 108)[:, None].expand(-1, 96),
 }
+PHOTOS = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
 
 
 def test_an_example_from_processor_outputs_has_its_patches_in_token_order() -> None:
     processed = ProcessedInputs(SETTINGS)(RECORD, HERE)
-    sequence = processed.sequence
+    sequence: Any = processed.sequence
     assert processed.key == "r1"
-    assert sequence.patches is not None
     assert sequence.patches[:, 0].tolist() == [*range(8), *range(100, 108), *range(8, 12)]
     assert sequence.image_spans.tolist() == [[2, 4], [7, 9], [11, 12]]
     assert sequence.grid_thw.tolist() == [[1, 1, 2], [2, 1, 1], [1, 1, 1]]
     assert (sequence.image_margins, sequence.part_offsets.tolist()) == ((1, 1), [0, 13])
     assert processed.labels.tolist() == [50, 9, -100, -100, 10, 60, 9, -100, -100, 10, 9, -100, 10]
     assert sequence.positions.dense().tolist()[0] == [0, 1, 2, 2, 4, 5, 6, 7, 8, 8, 9, 10, 11]
-    kept = processed.slice(5, 13).sequence
-    assert kept.patches is not None
+    kept: Any = processed.slice(5, 13).sequence
     assert kept.patches[:, 0].tolist() == [*range(100, 108), *range(8, 12)]
-    images = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
     for ids in ([7, 7, 50, 7], [9, 7, 7, 50, 9, 7, 50]):  # without all markers
-        bare = ProcessedInputs(SETTINGS)({"input_ids": ids, **images}, HERE)
+        bare = ProcessedInputs(SETTINGS)({"input_ids": ids, **PHOTOS}, HERE)
         assert (bare.key, bare.sequence.image_margins) == ("processed[3]", (0, 0))
 
 
@@ -206,19 +204,17 @@ ERNIE = mmpos.from_hf_config({
 
 
 def test_a_pack_for_ernie_has_expert_types() -> None:
-    settings = ERNIE
-    images = {name: RECORD[name] for name in ("image_grid_thw", "pixel_values")}
-    make = ProcessedInputs(settings)
-    records = {"input_ids": [70, 80]}, {"input_ids": [50, 9, 7, 7, 10, 60, 9, 7, 10], **images}
-    arguments = ModelCollator(settings)([make(record, HERE) for record in records])
+    make = ProcessedInputs(ERNIE)
+    records = {"input_ids": [70, 80]}, {"input_ids": [50, 9, 7, 7, 10, 60, 9, 7, 10], **PHOTOS}
+    arguments = ModelCollator(ERNIE)([make(record, HERE) for record in records])
     assert arguments["pixel_values"][:, 0].tolist() == [*range(12)]
     assert arguments["input_ids"].tolist() == [[70, 80, 50, 9, 7, 7, 10, 60, 9, 7, 10]]
     assert arguments["mm_token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]]
     assert arguments["moe_mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1]]
     assert arguments["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2]]
-    own = settings.image_processor(mean=(0.5,) * 3, std=(0.5,) * 3, min_pixels=64, max_pixels=4096, backend="pillow")
-    photo = example(PIXELS, builder=SequenceBuilder(images=own, scheme=settings.scheme, markers=settings.markers))
-    pixels = ModelCollator(settings, own)([photo])["pixel_values"]  # patches of one frame
+    own = ERNIE.image_processor(mean=(0.5,) * 3, std=(0.5,) * 3, min_pixels=64, max_pixels=4096, backend="pillow")
+    photo = example(PIXELS, builder=SequenceBuilder(images=own, scheme=ERNIE.scheme, markers=ERNIE.markers))
+    pixels = ModelCollator(ERNIE, own)([photo])["pixel_values"]  # patches of one frame
     torch.testing.assert_close(pixels, torch.from_numpy(own.process(PIXELS, temporal_patch_size=1).patches))
 
 

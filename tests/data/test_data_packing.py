@@ -133,9 +133,7 @@ HUGE = example("r", 4, (4, 4), 3)
         ({"overlong": "drop", "split_text": True}, LONG, [21], PackCounts()),
     ],
 )
-def test_an_example_too_long_for_a_pack_is_truncated_or_dropped_and_counted(
-    options: Any, one: Example, kept: list[int], counts: PackCounts
-) -> None:
+def test_overlong_examples_are_cut_or_dropped(options: Any, one: Example, kept: list[int], counts: PackCounts) -> None:
     packer = Packer(16, **options)
     assert packer.add(one) == []
     assert [held.num_tokens for held in packer.pending] == kept

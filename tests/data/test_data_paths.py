@@ -34,14 +34,6 @@ from mmpos.errors import InvalidInputError
 _NUMBERS = count()
 
 
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "not-checked",
-    "AWS_SECRET_ACCESS_KEY": "not-checked",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Run an S3 server that holds its buckets in memory, and yield its address."""
@@ -54,8 +46,11 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let this process and its children use the S3 server, and return a client."""
-    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server}.items():
-        monkeypatch.setenv(name, value)
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "not-checked")
+    settings = {"DEFAULT_REGION": "us-east-1", "EC2_METADATA_DISABLED": "true", "ENDPOINT_URL": server}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     return boto3.client("s3")
 
 
@@ -302,9 +297,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("store", ["local", "s3"])
-def test_killed_runs_lose_and_double_nothing_and_leave_nothing_behind(
-    store: str, workers: int, s3: Any, tmp_path: Path
-) -> None:
+def test_killed_runs_lose_double_and_leave_nothing(store: str, workers: int, s3: Any, tmp_path: Path) -> None:
     bucket, rows = f"killed-{workers}", records(0, 200)
     s3.create_bucket(Bucket=bucket)
     for row in rows:

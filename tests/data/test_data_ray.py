@@ -93,7 +93,8 @@ def test_a_large_input_becomes_the_same_files_as_with_the_local_engine(tmp_path:
     assert {path.name: path.read_bytes() for path in (tmp_path / "there").iterdir()} == here
 
 
-def test_losing_a_machine_neither_loses_nor_duplicates_records(tmp_path: Path) -> None:
+def test_losing_a_machine_neither_loses_nor_duplicates_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmpos.data.preprocess._PAUSE", 0.0)  # a report after each file
     ray.shutdown()
     cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 500 * 2**20})
     try:
@@ -126,7 +127,7 @@ def test_a_killed_command_can_be_resumed_and_starts_and_stops_its_own_ray(
 ) -> None:
     ray.shutdown()
     monkeypatch.chdir(tmp_path)
-    corpus(tmp_path, 8, 40)
+    corpus(tmp_path, 8, 400)
     out, actors, options = tmp_path / "out", list[int](), command("s*.jsonl", "--engine", "ray", "--workers", "2")
     arguments = [sys.executable, "-m", "mmpos", *options]
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -140,7 +141,8 @@ def test_a_killed_command_can_be_resumed_and_starts_and_stops_its_own_ray(
     kept = len(list(out.glob("*.parquet")))
     assert 0 < kept < 8
     assert main(options) == 0
-    assert capsys.readouterr().out.startswith(f"files       8 in out: kept {kept}, added {8 - kept}\ndocuments   320\n")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"files       8 in out: kept {kept}, added {8 - kept}\ndocuments   3,200\n")
     assert not ray.is_initialized()
     assert main(command("s*.jsonl", out="whole")) == 0
     assert contents(out) == contents(tmp_path / "whole")

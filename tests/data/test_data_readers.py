@@ -11,6 +11,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -333,10 +334,9 @@ def sized(size: int, form: Any = tarfile.GNU_FORMAT) -> bytes:
         *((changed(FOUR, at, bytes([FOUR[at] ^ 1])), 1, f"no header at byte {8 * BLOCK} (bad checksum)")
           for at in (8 * BLOCK + field for field in (0, 100, 124, 136, 156, 257, 345))),
     ],
+    ids=count(),
 )  # fmt: skip
-def test_damage_to_an_archive_is_an_error_after_intact_records(
-    tmp_path: Path, data: bytes, records: int, got: str
-) -> None:
+def test_damage_to_an_archive_follows_intact_records(tmp_path: Path, data: bytes, records: int, got: str) -> None:
     assert intact_before_damage(tmp_path / "a.tar", data) == (records, got)
     assert not data or intact_before_damage(tmp_path / "a.tar", gzip.compress(data)) == (records, got)
 
@@ -344,9 +344,9 @@ def test_damage_to_an_archive_is_an_error_after_intact_records(
 def test_an_archive_may_end_with_two_or_more_blocks_of_zeros(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     for zeros in (2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 3 * 2**20):
-        for count, data in ((4, FOUR[: 20 * BLOCK]), (0, b"")):
+        for size, data in ((4, FOUR[: 20 * BLOCK]), (0, b"")):
             path.write_bytes(data + bytes(zeros))
-            assert seen_by_all(TarReader(str(path))) == intact(count, path)
+            assert seen_by_all(TarReader(str(path))) == intact(size, path)
 
 
 def test_sparse_files_are_read_and_truncated_ones_are_errors(tmp_path: Path) -> None:

@@ -1,18 +1,25 @@
-"""Chats rendered by a tokenizer's chat template: tokens equal those from the processor, labels cover the answers."""
+"""Chats in a tokenizer's chat template, or by a model folder: tokens equal the processor's, labels cover answers."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_tokenizer import QWENS, chat_tokenizer
+from data_corpus import PHOTOS
+from PIL import Image
+from qwen_processors import config_of, processor_of
+from tiny_models import tiny_config
 
 from mmpos import ByteTokenizer, Grid, ImageProcessor, InvalidInputError, Markers, SequenceBuilder
-from mmpos.data import Chat, ChatTemplate, LLaVA, Location, Preprocess, RecordError, TokenizerTemplate
+from mmpos.__main__ import main
+from mmpos.data import Chat, ChatTemplate, LLaVA, Location, Preprocess, RecordError, SequenceShard, TokenizerTemplate
 from mmpos.data.examples import Format
 from mmpos.schemes import TMRope
 from mmpos.segments import Audio, Clip
@@ -154,9 +161,7 @@ SILENT = CHATML.replace("{{ c.text }}", "{{ c.text or '' }}")
          "template: got a chat template that writes nothing for an image, want"),
     ],
 )  # fmt: skip
-def test_chats_that_the_template_does_not_support_are_refused(
-    chat: Any, template: str, error: type[Exception], message: str
-) -> None:
+def test_unsupported_chats_are_refused(chat: Any, template: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         omni(chat, template)
 
@@ -181,3 +186,76 @@ def test_tokenizers_without_a_template_are_refused() -> None:
         TokenizerTemplate(ByteTokenizer())
     with pytest.raises(InvalidInputError, match=r"^tokenizer: got \w+: "):
         TokenizerTemplate(tokenizer(None))
+
+
+# The command with a model folder
+
+CONTENT = [{"type": "image", "image": "coffee.jpg"}, {"type": "text", "text": "What is this?"}]
+CHAT = [{"role": "user", "content": CONTENT}, {"role": "assistant", "content": "A cup of coffee."}]
+BESIDE = [{"role": "user", "content": "<image>What is this?"}, CHAT[1]]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Work in a folder with a chat and a model; return the model's processor."""
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text(json.dumps({"messages": CHAT}))
+    config_of("qwen2_vl").save_pretrained("model")
+    processor = processor_of("qwen2_vl")
+    processor.save_pretrained("model")
+    return processor
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Preprocess the chat, and return what the command prints to stderr."""
+    command = ["preprocess", "chat.jsonl", "-o", "out", "-f", "chat", "--images-from", str(PHOTOS), "--config", "model"]
+    main([*command, *options])
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", [{"messages": CHAT}, {"messages": BESIDE, "images": ["coffee.jpg"]}])
+def test_preprocessing_with_a_model_folder_matches_the_model_processor(
+    record: dict[str, Any], model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("chat.jsonl").write_text(json.dumps(record))
+    assert ", 1 document" in run(capsys, "--image-option", "backend=pillow")
+    (example,) = SequenceShard("out/chat.parquet").examples()
+    text = model.apply_chat_template(CHAT, tokenize=False)
+    want = model(text=[text], images=[Image.open(PHOTOS / "coffee.jpg")], add_special_tokens=False, return_tensors="np")
+    assert example.sequence.input_ids.tolist() == want["input_ids"][0].tolist()
+    assert (example.sequence.grid_thw * [1, 2, 2]).tolist() == want["image_grid_thw"].tolist()
+    assert example.sequence.positions.scheme == "mrope-transformers"
+    assert example.sequence.patches is not None
+    assert np.flatnonzero(example.labels >= 0)[0] > example.sequence.image_spans[0, 1]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model/config.json", None, "--config: model: got a folder without config.json, want the folder of a model"),
+        ("model/tokenizer.json", "{", "--config: model/tokenizer.json: got "),
+        ("chat.jsonl", json.dumps({"messages": BESIDE, "images": []}),
+         "chat.jsonl[0]: images: got 0 items, want 1, one for each <image> and each image part without data"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("model")
+def test_errors_name_an_unreadable_file(
+    capsys: pytest.CaptureFixture[str], file: str, content: str | None, message: str
+) -> None:
+    Path(file).unlink() if content is None else Path(file).write_text(content)
+    announced, error = run(capsys).splitlines()
+    assert announced.startswith("reading 1 input (chat.jsonl) into out")
+    assert error.startswith(f"mmpos: error: {message}")
+    assert not Path("out").exists()
+
+
+def test_a_text_model_accepts_only_text(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    processor_of("qwen2_vl").tokenizer.save_pretrained("model")
+    tiny_config("llama").save_pretrained("model")
+    Path("chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "What is this?"}]}))
+    assert ", 1 document" in run(capsys)
+    (example,) = SequenceShard("out/chat.parquet").examples()
+    assert example.sequence.positions.axes == 1
+    printed = run(capsys, "--image-option", "max_tokens=8")
+    assert "\nmmpos: error: --config: got a text-only model with --image-option, want a model with images\n" in printed

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_corpus import NumberedShard, load
+from data_corpus import NumberedShard, keys, load
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mmpos import Grid, ImageProcessor, SequenceBuilder
@@ -34,10 +34,6 @@ class Shards(NumberedShard):
     @staticmethod
     def example(raw: Any, location: Location) -> Example:
         return labelled(str(location), ["x" * (5 if raw % 2 else 30)])
-
-
-def as_keys(group: Any) -> Any:
-    return [example.key for example in getattr(group, "examples", group)]
 
 
 BATCH: Any = PackedCollator()([labelled("a", ["two", Grid(2, 2)])] * 2)
@@ -87,7 +83,7 @@ def of_rank(rank: int, world_size: int) -> Any:
 
 def packs_of_forty() -> RankLoader[Any]:
     """Create a loader that yields packs as lists of their documents' keys."""
-    dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys, seed=3, shuffle=9)
+    dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), keys, seed=3, shuffle=9)
     return RankLoader(load(dataset, 0), "repeat")
 
 
@@ -192,7 +188,7 @@ def test_the_number_of_batches_is_known_from_lengths_unless_texts_are_cut_or_doc
     def new(on_error: str) -> RankLoader[Any]:
         options: dict[str, Any] = {"rank": rank, "world_size": 2, "on_error": on_error, "quarantine": tmp_path}
         shards = [shard(name, 23) for name in "abc"]
-        dataset = BatchDataset(shards, preprocess, batching, as_keys, seed=2, shuffle=4, split=split, **options)
+        dataset = BatchDataset(shards, preprocess, batching, keys, seed=2, shuffle=4, split=split, **options)
         dataset.set_epoch(5)
         return RankLoader(load(dataset, workers))
 
@@ -206,23 +202,16 @@ def test_the_number_of_batches_is_known_from_lengths_unless_texts_are_cut_or_doc
 
 
 def run(rank: int, folder: Path) -> None:
-    """Check a loader on one of two ranks."""
+    """Check a loader on one of two ranks, with 5 batches on the first rank and 2 on the second."""
     early = RankLoader([1], "drop")
     store, limit = f"file://{folder}/store", timedelta(seconds=300)
     torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2, timeout=limit)
     with pytest.raises(InvalidInputError, match=r"^even: got a loader created before torch.distributed was init"):
         next(iter(early))
-    check_epochs([10 * rank + i for i in range((5, 2)[rank])], rank)
-    check_resumed(rank)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def check_epochs(batches: list[int], rank: int) -> None:
-    """Run two epochs with each value of ``even``, with 5 batches on the first rank and 2 on the second."""
+    batches = [10 * rank + i for i in range((5, 2)[rank])]
     repeated = [10, 11, 10, 11, 10] if rank else batches
-    cases: list[tuple[Even, list[int]]] = [("drop", batches[:2]), ("repeat", repeated)]
-    for even, want in cases:
+    cases: list[tuple[Even, list[int], int]] = [("drop", batches[:2], 2), ("repeat", repeated, 10)]
+    for even, want, _ in cases:
         taken = RankLoader(load(batches, 1), even)
         assert (list(taken), list(taken), taken.steps_per_epoch) == (want, want, len(want))
     with pytest.raises(InvalidInputError, match=r"^even: got 'repeat' and a rank without batches"):
@@ -231,23 +220,20 @@ def check_epochs(batches: list[int], rank: int) -> None:
     unknown: Any = batches if rank else iter(batches)
     assert RankLoader(unknown, "drop").steps_per_epoch is None
 
-
-def check_resumed(rank: int) -> None:
-    """Run an epoch with each value of ``even``, and resume it from the state after every step."""
-
     def make(even: Even) -> RankLoader[Any]:
-        dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), as_keys)
+        dataset = BatchDataset([Shards("a", 40)], Shards.example, Packer(60), keys)
         return RankLoader(load(dataset, rank, StatefulDataLoader), even)
 
-    cases: list[tuple[Even, int]] = [("drop", 2), ("repeat", 10)]
-    for even, count in cases:
-        taken, whole = make(even), list(make(even))
-        states = [taken.state_dict()] + [taken.state_dict() for _ in taken] + [taken.state_dict()]
+    for even, _, count in cases:  # resume an epoch from the state after every step
+        resumable, whole = make(even), list(make(even))
+        states = [resumable.state_dict()] + [resumable.state_dict() for _ in resumable] + [resumable.state_dict()]
         assert len(whole) == count
         for steps, state in enumerate(states):
             again = make(even)
             again.load_state_dict(state)
             assert list(again) == whole[steps:], (even, steps)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import av
 import numpy as np
 import pytest
 from model_configs import complete
+from test_data_formats import user
 
 from mmpos import ImageProcessor, InvalidInputError, SequenceBuilder, Video
 from mmpos.data import Chat, ChatTemplate, Images, Location, Preprocess, RecordError, Videos
@@ -38,7 +39,8 @@ def clip(
 ) -> bytes:  # fmt: skip
     """Encode a clip, at a constant rate or with these times in milliseconds, or a song with a picture as its cover."""
     with NamedTemporaryFile() as written, av.open(written.name, "w", format=container, options=options or {}) as file:
-        stream: Any = file.add_stream(codec, rate=rate, options=encoder or {}) if frames or not audio else None
+        one_thread = {"threads": "1"} | (encoder or {})  # so that the bytes do not depend on the number of cores
+        stream: Any = file.add_stream(codec, rate=rate, options=one_thread) if frames or not audio else None
         if stream:
             stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuvj420p" if cover else "yuv420p"
             if milliseconds:
@@ -101,9 +103,7 @@ def test_max_frames_spreads_the_frames_that_fps_would_choose() -> None:
     [("matroska", "libx264", False), ("webm", "libvpx-vp9", False), ("mpegts", "libx264", False),
      ("avi", "mpeg4", False), ("mp4", "libx264", True)],
 )  # fmt: skip
-def test_files_with_sound_or_that_do_not_count_their_frames_or_start_late_are_read(
-    container: str, codec: str, audio: bool
-) -> None:
+def test_files_with_sound_late_starts_or_no_counts_are_read(container: str, codec: str, audio: bool) -> None:
     video = Video.from_file(clip(16, rate=8, container=container, codec=codec, audio=audio), fps=2)
     assert indices(video) == [0, 4, 8, 12]
     assert video.seconds_per_frame == Fraction(1, 2)
@@ -226,12 +226,6 @@ def test_a_missing_file_and_a_missing_library_are_named(tmp_path: Path, monkeypa
 
 
 BUILDER = SequenceBuilder(images=ImageProcessor("pillow", patch_size=4, min_pixels=64))
-
-
-def user(*parts: Any, **columns: Any) -> dict[str, Any]:
-    """Make a chat whose user turn has these parts."""
-    turns = [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": "Grey."}]
-    return {"messages": turns, **columns}
 
 
 def test_videos_of_records_are_decoded_with_their_times(tmp_path: Path) -> None:

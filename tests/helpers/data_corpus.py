@@ -52,9 +52,7 @@ def write_parquet(path: Path, rows: Sequence[Record], group: int = 8) -> Path:
     struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     schema = pa.schema({"id": pa.string(), "image": struct, "text": pa.string()})
     table = pa.Table.from_pylist(list(rows), schema)
-    pq.write_table(
-        table, path, row_group_size=group, compression="none", use_dictionary=False, write_page_checksum=True
-    )
+    pq.write_table(table, path, group, compression="none", use_dictionary=False, write_page_checksum=True)
     return path
 
 
@@ -82,6 +80,11 @@ def load(dataset: Any, workers: int, kind: Any = DataLoader, method: str = "fork
     """Create a loader of a dataset's batches, which this number of workers reads."""
     context = method if workers else None
     return kind(dataset, batch_size=None, num_workers=workers, multiprocessing_context=context, **options)
+
+
+def keys(group: Any) -> list[str]:
+    """Return the keys of a list of examples or a pack, instead of collating it."""
+    return [example.key for example in getattr(group, "examples", group)]
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from mmpos import (
     SequenceBuilder,
     Video,
 )
-from mmpos.data.examples import Document, Location, Piece, Preprocess
 from mmpos.segments import Audio, Tile
 from mmpos.sequence.video import timestamps
 
 PROCESSOR = ImageProcessor(backend="pillow", patch_size=4, min_pixels=64)
+GRID = Grid(1, 1)
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 16, 24, 3), np.uint8)
 
 
@@ -92,6 +92,10 @@ def test_adding_a_frame_changes_nothing_before_it(case: Case, data: st.DataObjec
         (0.1 + 0.2, "{seconds:.9f}", "0.300000000"),
         (90, "{seconds:.0f} s", "90 s"),
         (2.5, "at {seconds:06.2f}, {{s}}", "at 002.50, {s}"),
+        (2400.123457, "{seconds:.1f}", "2400.1"),
+        (Fraction(86400000001, 10**6), "{seconds:.1f}", "86400.0"),
+        (2**31 - 1, "{seconds:.1f}", "2147483647.0"),
+        (Fraction(1, 10**5000), "{seconds:.2f}", "0.00"),
         (2, "", ""),
         (75, lambda time: f"{time // 60}:{int(time % 60):02}", "1:15"),
     ],
@@ -102,32 +106,26 @@ def test_a_timestamp_is_formatted_from_the_exact_time(seconds: Any, timestamp: A
 
 @settled
 @given(st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 12))
-def test_the_digits_of_a_timestamp_are_correct_to_within_half_a_unit(
-    numerator: int, denominator: int, decimals: int
-) -> None:
+def test_the_digits_of_a_timestamp_are_within_half_a_unit(numerator: int, denominator: int, decimals: int) -> None:
     time = Fraction(numerator, denominator)
     (text,) = timestamps("timestamp", f"{{seconds:.{decimals}f}}", [time])
     assert abs(Fraction(text) - time) <= Fraction(1, 2 * 10**decimals)
     assert len(text.partition(".")[2]) == decimals
 
 
-def test_frames_at_a_fixed_rate_have_exact_times() -> None:
-    ntsc = Video([Grid(1, 1)] * 3, seconds_per_frame=Fraction(1001, 30000))
-    assert ntsc.times == (Fraction(0), Fraction(1001, 30000), Fraction(1001, 15000))
-    assert Video([Grid(1, 1)] * 2, seconds_per_frame=0.1).times[1] == Fraction(1, 10)
-    assert Video([Grid(1, 1)] * 3, times=np.array([0, 0.1, 0.1])).times == (
-        Fraction(0),
-        Fraction(1, 10),
-        Fraction(1, 10),
-    )
-
-
-def test_times_late_in_a_long_video_keep_their_microseconds() -> None:
-    late = Video([Grid(1, 1)] * 3, times=[2400.123457, Fraction(86400000001, 10**6), 2**31 - 1])
-    assert late.times == (Fraction(2400123457, 10**6), Fraction(86400000001, 10**6), Fraction(2**31 - 1))
-    assert late.timestamps == ("<2400.1 seconds>", "<86400.0 seconds>", "<2147483647.0 seconds>")
-    early = Video([Grid(1, 1)], times=[Fraction(1, 10**5000)], timestamp="{seconds:.2f}")
-    assert early.timestamps == ("0.00",)
+@pytest.mark.parametrize(
+    ("frames", "arguments", "times"),
+    [
+        (3, {"seconds_per_frame": Fraction(1001, 30000)}, [0, Fraction(1001, 30000), Fraction(1001, 15000)]),
+        (2, {"seconds_per_frame": 0.1}, [0, Fraction(1, 10)]),
+        (3, {"times": np.array([0, 0.1, 0.1])}, [0, Fraction(1, 10), Fraction(1, 10)]),
+        (2, {"times": [2400.123457, Fraction(86400000001, 10**6)]},
+         [Fraction(2400123457, 10**6), Fraction(86400000001, 10**6)]),
+        (1, {"times": [2**31 - 1]}, [2**31 - 1]),
+    ],
+)  # fmt: skip
+def test_frames_have_exact_times(frames: int, arguments: dict[str, Any], times: list[Any]) -> None:
+    assert Video([GRID] * frames, **arguments).times == tuple(times)
 
 
 def test_a_video_has_a_repr_and_can_be_pickled() -> None:
@@ -137,7 +135,6 @@ def test_a_video_has_a_repr_and_can_be_pickled() -> None:
     assert (again.frames, again.times, again.timestamps) == (video.frames, video.times, video.timestamps)
 
 
-GRID = Grid(1, 1)
 FIELDS, PART = "want only fields such as {seconds:.1f}", "want an image or a Grid"
 WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "Video: want either times or seconds_per_frame, got neither": ([GRID], {}),
@@ -196,13 +193,3 @@ def test_a_broken_frame_is_reported(threads: int) -> None:
         builder.build_batch([[PIXELS[0]], parts], threads=threads)
     with pytest.raises(InvalidInputError, match=r"^parts\[0\]\.times\[1\]: got text with a lone surrogate"):
         builder.build([Video([GRID] * 2, times=[0, 1], timestamp=lambda time: "\ud800" if time else "")])
-
-
-def test_the_timestamps_of_a_video_have_labels_if_its_piece_is_trained_on() -> None:
-    def labels(train: bool) -> list[int]:
-        video = Video([GRID], times=[0], timestamp="t")
-        document = Document("r", (Piece("a"), Piece(video, train), Piece("b")))
-        return Preprocess(lambda record, location: document, SequenceBuilder())({}, Location("s", 0)).labels.tolist()
-
-    assert labels(True) == [97, ord("t"), -100, -100, -100, 98]
-    assert labels(False) == [97, -100, -100, -100, -100, 98]

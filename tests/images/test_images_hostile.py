@@ -126,7 +126,7 @@ def kib(name):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(name))
 
-side = 1500
+side = 2000
 opaque = Image.new("RGB", (side, side), (200, 100, 50))
 clear = Image.new("RGBA", (side, side), (200, 100, 50, 128))
 cases = {

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Literal
 
 import torch
-from store_oracle import CACHES, Held, bits, filled
+from store_oracle import CACHES, Held, bits, filled, poisoned
 from tolerance import ARITHMETIC, INTERPRETED, cos_sin, gamma, unit
 from torch import Tensor
 
@@ -355,11 +355,6 @@ class Scene:
         launch = self.launch
         return FORMS[launch.form](placed(launch.tokens, self.scheme, launch.documents, launch.start + 12_345))
 
-    def poison(self) -> None:
-        """Fill freed memory with NaN, so that elements of new outputs that are never written show up."""
-        for x in (self.q, self.k):
-            torch.full((x.numel(),), torch.nan, dtype=x.dtype, device=DEVICE)
-
 
 # The kinds. Each returns what it computes, and all memory that it may write or must leave unchanged.
 
@@ -438,8 +433,9 @@ KINDS: Mapping[str, Callable[[Scene], Results]] = {
 def checks(launch: Launch, seed: int) -> Iterator[tuple[str, float]]:
     """Run a launch and the reference; yield each result's difference as a share of its bound: correct up to 1."""
     scene, judge = (Scene(replace(launch, way=way), seed) for way in (launch.way, "reference"))
-    scene.poison()
-    got, want = (KINDS[launch.kind](x) for x in (scene, judge))
+    with poisoned():
+        got = KINDS[launch.kind](scene)
+    want = KINDS[launch.kind](judge)
     for name, x in got.items():
         y = want[name]
         if x is not None and y is not None:

@@ -29,7 +29,6 @@ from mmpos.segments import (
     AUDIO,
     CLIP,
     GRID,
-    PAD,
     TEXT,
     THUMBNAIL,
     TILE,
@@ -172,27 +171,11 @@ def test_token_types_distinguish_audio_patches_and_markers() -> None:
     assert token_types(segments).tolist() == want
 
 
-def test_padding_keeps_all_columns() -> None:
-    kinds: list[Any] = [[Audio(1), CLIP_OF_3], list(TILED)]
-    whole = SegmentTable.from_documents(kinds)
-    padded = whole._with_padding(np.array([2, 0]), np.array([0, 3]))
-    assert fields(padded) == {
-        "kind": [PAD, AUDIO, CLIP, THUMBNAIL, TILE, TILE, PAD],
-        "extents": [[1, 1, 3, 1, 1, 1, 1], [1, 1, 2, 2, 1, 1, 1], [2, 1, 2, 3, 4, 4, 3]],
-        "segment_offsets": [0, 3, 7],
-        "seconds_per_frame": [[0, 0, 1, 0, 0, 0, 0], [1, 1, 2, 1, 1, 1, 1]],
-        "row_separator": None,
-        "extra_tokens": [0, 0, 5, 0, 1, 0, 0],
-    }
-
-
 def test_grids_name_the_frame_at_which_they_begin() -> None:
     documents: list[list[Segment]] = [[Text(2), Grid(1, 1)], [Grid(1, 2, first_frame=0), Grid(1, 1, first_frame=-8)]]
     segments = SegmentTable.from_documents(documents)
     assert fields(segments)["first_frame"] == [NO_FRAME, NO_FRAME, 0, -8]
     assert fields(SegmentTable.from_arrays(**vars(segments))) == fields(segments)
-    padded = segments._with_padding(np.array([0, 1]), np.array([0, 0]))
-    assert fields(padded)["first_frame"] == [NO_FRAME, NO_FRAME, NO_FRAME, 0, -8]
     plain = SegmentTable.from_documents([[Text(2)]])
     assert plain.first_frame is None
     assert plain == replace(plain, first_frame=np.array([NO_FRAME]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from oracle import fields
 
@@ -17,21 +16,7 @@ IMAGE, VIDEO, AUDIO = 8, 9, 10
 BEGIN, END, SLICE, LAST, NEWLINE = 3, 4, 5, 6, 7
 MARKERS = CropMarkers(BEGIN, END, SLICE, LAST, NEWLINE)
 PATCHES = Placeholders(IMAGE, VIDEO)
-
-
-@pytest.mark.parametrize(
-    ("input_ids", "options"),
-    [
-        ([], {"cu_seqlens": [0]}),
-        (np.zeros((0, 4), int), {}),
-        (np.zeros((0, 0), int), {}),
-        (np.zeros((0, 4), int), None),
-    ],
-)
-def test_zero_documents_are_accepted(input_ids: npt.ArrayLike, options: dict[str, Any] | None) -> None:
-    options = {"attention_mask": input_ids} if options is None else options
-    segments = SegmentTable.from_input_ids(input_ids, Placeholders(image=IMAGE), **options)
-    assert fields(segments) == fields(SegmentTable.from_documents([]))
+NO_ROWS = np.zeros((0, 4), int)
 
 
 AFTER = "after merging"
@@ -253,6 +238,10 @@ def test_conflicting_placeholder_ids_are_refused(fields: dict[str, Any], message
 
 # Ids, the grids of images, other arguments, and the documents that they become.
 BECOME: dict[str, tuple[Any, Any, dict[str, Any], list[list[Segment]]]] = {
+    "no documents": ([], None, {"cu_seqlens": [0]}, []),
+    "no rows": (NO_ROWS, None, {}, []),
+    "no rows and no columns": (NO_ROWS[:, :0], None, {}, []),
+    "no rows of a mask": (NO_ROWS, None, {"attention_mask": NO_ROWS}, []),
     "rows without a mask": (
         [[1, IMAGE], [IMAGE, 2]], [[1, 1, 1]] * 2, {}, [[Text(1), Grid(1, 1)], [Grid(1, 1), Text(1)]],
     ),
@@ -284,10 +273,10 @@ BECOME: dict[str, tuple[Any, Any, dict[str, Any], list[list[Segment]]]] = {
 @pytest.mark.parametrize("name", BECOME)
 def test_ids_become_the_segments_that_they_stand_for(name: str) -> None:
     input_ids, grids, options, documents = BECOME[name]
-    ids = np.array(input_ids)
+    ids = np.array(input_ids, int)
     segments = SegmentTable.from_input_ids(ids, **{"placeholders": PATCHES, "image_grid_thw": grids, **options})
     assert fields(segments) == fields(SegmentTable.from_documents(documents))
-    assert (ids.tolist(), ids.flags.writeable) == (input_ids, True)
+    assert (ids.tolist(), ids.flags.writeable) == ([*input_ids], True)
 
 
 @pytest.mark.usefixtures("way")

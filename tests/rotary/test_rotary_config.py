@@ -37,7 +37,7 @@ def test_the_number_of_axes_follows_from_the_allocation() -> None:
 def test_a_pair_with_axis_minus_1_has_frequency_0_and_the_others_keep_theirs(options: dict[str, Any]) -> None:
     rotary, full = (Rotary(8, axes=3, allocation=axes, **options) for axes in ([1, 2, -1, -1], [1, 2, 1, 2]))
     assert rotary.pair_axis.tolist() == [1, 2, -1, -1]
-    for name in ("inv_freq_array", "inv_freq_float32", "turns"):
+    for name in ("inv_freq_array", "turns"):
         assert getattr(rotary, name).tolist() == [*getattr(full, name)[:2].tolist(), 0, 0]
     ids = np.arange(6).reshape(3, 2)
     assert rotary.pair_ids(ids).tolist() == [[2, 3], [4, 5], [0, 0], [0, 0]]
@@ -55,7 +55,7 @@ def test_with_head_axes_each_head_has_one_axis_and_the_whole_ladder() -> None:
 
 def test_arrays_are_read_only_and_have_the_documented_dtypes() -> None:
     rotary = Rotary(16, rotary_dim=12)
-    arrays = {"pair_axis": np.int64, "inv_freq_array": np.float64, "turns": np.uint64, "inv_freq_float32": np.float32}
+    arrays = {"pair_axis": np.int64, "inv_freq_array": np.float64, "turns": np.uint64}
     for name, dtype in arrays.items():
         array = getattr(rotary, name)
         assert (array.shape, array.dtype, array.flags.writeable) == ((6,), np.dtype(dtype), False)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launches import (
+    BASES,
     DEVICE,
     F16,
     FEW,
@@ -72,26 +73,17 @@ class Bench:
         return [x.clone() for x in self.call()]
 
 
-CALLS = [
-    Launch("rotate"),
-    Launch("store", norm="qk", inplace=True, return_k=True),
-    Launch("rotate", inplace=True),
-    Launch("rotate", norm="qk"),
-    Launch("rotate", norm="qk", inplace=True),
-    Launch("backward"),
-    Launch("backward", norm="qk"),
-    Launch("store"),
-    Launch("rerotate"),
-    Launch("dense"),
-]
+CALLS = (
+    "rotate", "store", "rotate in place", "norm", "norm in place", "backward", "backward with norm", "store in place",
+    "rerotate", "dense",
+)  # fmt: skip
 """Launches of each kind and direction, with and without a norm."""
 
 later = pytest.mark.gpu if GPU else pytest.mark.slow
 """The mark for tests that the interpreter runs only in `make slow`, since `make test` runs similar tests."""
 
 EACH = pytest.mark.parametrize(
-    "launch",
-    [pytest.param(x, id=str(x).replace(f" tokens={SOME}", ""), marks=[later] * (i > 1)) for i, x in enumerate(CALLS)],
+    "launch", [pytest.param(BASES[name], id=name, marks=[later] * (i > 1)) for i, name in enumerate(CALLS)]
 )
 
 

@@ -287,7 +287,8 @@ BEYOND = [3, 64, 2**31, 2**40 + 5, -(2**40), 63, -1, 2**63 - 1, 0, -(2**63), 128
 @pytest.mark.parametrize("slots", [BEYOND, [5, 64, 100], [-1] * 13])
 def test_nothing_is_written_outside_a_cache(slots: list[int], way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "check_slots", lambda *_: None)
-    cache, want = (CACHES["NHD"](4, 16, 2, 12, torch.float32) for _ in range(2))
+    wholes = [filled(2, 13, 16, 2, 12, dtype=torch.float32) for _ in range(2)]  # with memory before and after the cache
+    cache, want = (Held(x[0, 4:8], x[1, 4:8], (x,), "NHD", 16) for x in wholes)
     q, k, v = qkv()
     rotate_and_store(q, k, v, TABLE, ROTARY, cache.with_slots(slots_of(*slots)), implementation=way)
     rotated = apply_rotary(k, None, TABLE, ROTARY, implementation="reference")[0]

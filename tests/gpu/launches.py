@@ -39,7 +39,7 @@ FEW, SOME, MANY = sized(255, 5), sized(2049, 19), sized(8200, 33)
 BY_HEAD = [0, 0, 1, 1, 1, 2, 2, 2] if GPU else [0, 2, 1]
 """The axis of each kv head in the layer "by head"."""
 
-LAYERS: Mapping[str, tuple[int, int, int]] = {
+LAYERS: dict[str, tuple[int, int, int]] = {
     "by head": (32, 8, 128) if GPU else (6, 3, 16),
     "7B": (32, 8, 128) if GPU else (3, 1, 16),
     "72B": (64, 8, 128) if GPU else (4, 1, 16),

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
+from programs import run
 
 pytest.importorskip("triton", "3.9", "the stand-in of libcuda was tested with Triton 3.9")
 
-FOLDERS = [str(Path(__file__).parents[1] / name) for name in ("machine", "gpu", "helpers", "oracles")]
 NUMBER = 51
 """Number of forms of launches of each architecture, which together take less than three minutes of one core."""
-
-
-def run(program: str, *arguments: object) -> Any:
-    """Run a program of this folder in a process without the interpreter, and return what it prints."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*FOLDERS, environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_each_kernel_runs() -> None:

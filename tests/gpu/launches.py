@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rerotate, rotate_and_store
+from mmpos.schemes import get_scheme
 from mmpos.support.cached import cached_property
 
 GPU = torch.cuda.is_available()
@@ -210,7 +211,7 @@ def drawn(base: Launch, draw: Random) -> Launch:
 def goes_together(launch: Launch) -> bool:
     """Return whether the options of a launch form a valid call."""
     scheme, options = TURNINGS[launch.turning]
-    axes, dim = 2 if launch.form == "fractions" else SCHEMES[scheme], LAYERS[launch.layer][2]
+    axes, dim = 2 if launch.form == "fractions" else get_scheme(scheme).axes, LAYERS[launch.layer][2]
     try:
         rotary = Rotary(dim, **{"axes": axes, **options(dim)})
     except InvalidInputError:  # too few channels
@@ -225,10 +226,6 @@ def goes_together(launch: Launch) -> bool:
         and not (launch.kind == "rotate" and launch.only == "q" and "k" in launch.norm)
         and not (launch.only == "weights" and not launch.norm)
     )
-
-
-SCHEMES = {"rope-tie": 2, "flux": 3, "mrope": 3, "flatten": 1}
-"""The axes of schemes."""
 
 
 def sample(seed: int, count: int) -> list[Launch]:

@@ -186,14 +186,6 @@ def test_kernels_are_launched_in_the_current_stream(launch: Launch) -> None:
         assert_same(got, want)
 
 
-@pytest.fixture
-def fresh_graphs() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_graphs")
 @later
 def test_replays_of_a_compiled_graph_are_bit_equal_to_eager_calls() -> None:
     scene = Scene(Launch(tokens=sized(1000, 9)))
@@ -201,6 +193,7 @@ def test_replays_of_a_compiled_graph_are_bit_equal_to_eager_calls() -> None:
     def step(q: Tensor, k: Tensor) -> Tensor:
         return apply_rotary(q * 1, k, scene.positions, scene.rotary, implementation=TRITON)[0] + 0
 
+    torch._dynamo.reset()
     options: Any = {"mode": "reduce-overhead"} if GPU else {"backend": "aot_eager"}
     fast = torch.compile(step, fullgraph=True, **options)
     with torch.no_grad():

@@ -102,16 +102,6 @@ def test_windows_continue_past_the_end(positions: PositionTable, data: st.DataOb
 
 
 @settled
-@given(tables(tuple(case for case in CASES if not case.resumable), min_size=1), st.data())
-def test_windows_inside_a_document_require_no_next_position(positions: PositionTable, data: st.DataObject) -> None:
-    document = data.draw(st.integers(0, positions.num_documents - 1))
-    ids = per_document(positions)[document]
-    start = data.draw(st.integers(0, len(ids)))
-    length = data.draw(st.integers(0, len(ids) - start))
-    assert per_document(positions.window([document], [start], [length])) == [ids[start : start + length]]
-
-
-@settled
 @given(st.sampled_from(CASES), st.data())
 def test_an_updated_batch_equals_its_documents_concatenated_again(case: Case, data: st.DataObject) -> None:
     start, tokens = st.integers(-9, 1000), st.integers(0, 20)

@@ -157,6 +157,7 @@ def test_the_largest_denominators_stay_exact() -> None:
     assert positions.next_positions.tolist() == [area + 1]
 
 
+@pytest.mark.usefixtures("way")
 def test_only_documents_that_continue_require_a_next_position() -> None:
     """The videos of documents 0 and 2 end half an id after a whole id; document 1 ends with text."""
     half: Document = [Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 26))]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import CASES, Case, batches, exact, place_all, placed, settled
+from oracle import CASES, Case, batches, exact, place_document, placed, settled
 
 from mmpos import Grid, InvalidInputError, Scheme, SegmentTable, Text, diagnose, place
 from mmpos.schemes import SCHEMES, MRopeQwen25, RopeTieV2, XDRope, get_scheme
@@ -28,7 +28,7 @@ def test_ids_of_a_batch_equal_those_of_the_oracle(case: Case, data: st.DataObjec
         start = data.draw(st.lists(STARTS, min_size=len(batch), max_size=len(batch)))
     starts = start if isinstance(start, list) else [start] * len(batch)
     positions = place(SegmentTable.from_documents(batch), case.scheme, start)
-    want = place_all(batch, case.name, starts, **case.params)
+    want = [place_document(one, case.name, at, **case.params) for one, at in zip(batch, starts, strict=True)]
     ids = [position for document in want for position in document.ids]
     lengths = [len(document.ids) for document in want]
     assert exact(positions) == ids

@@ -54,10 +54,6 @@ def several(draw: random.Random, most: int = 3) -> list[Segment]:
     return [Grid(*sizes(draw)) for _ in range(draw.randint(1, most))]
 
 
-def latents(*shape: int) -> Any:
-    return torch.zeros(shape)
-
-
 def flux(draw: random.Random) -> Drawn:
     grids, text = several(draw), draw.randint(1, 40)
     prepare = pipeline("flux.pipeline_flux").FluxPipeline._prepare_latent_image_ids
@@ -70,7 +66,7 @@ def flux(draw: random.Random) -> Drawn:
 def visualcloze(draw: random.Random) -> Drawn:
     grids = several(draw)
     of = pipeline("visualcloze.pipeline_visualcloze_generation").VisualClozeGenerationPipeline
-    images = [latents(1, 3, 16 * grid.extents[1], 16 * grid.extents[2]) for grid in grids]
+    images = [torch.zeros(1, 3, 16 * grid.extents[1], 16 * grid.extents[2]) for grid in grids]
     return Drawn(Flux(first=1), grids, ids(of._prepare_latent_image_ids(images, 8, None, torch.float32)))
 
 
@@ -79,7 +75,7 @@ def flux3(draw: random.Random) -> Drawn:
     of = import_module("diffusers.modular_pipelines.flux3.before_denoise")
     scale = of.Flux3PrepareLatentsStep().image_rope_scale
     parts = [of._prepare_image_ids(*grid.extents[1:], scale, -k) for k, grid in enumerate(grids)]
-    words = of.Flux3TextRoPEInputsStep._prepare_text_ids(latents(1, text, 2))
+    words = of.Flux3TextRoPEInputsStep._prepare_text_ids(torch.zeros(1, text, 2))
     return Drawn("flux3", [Text(text), *grids], ids(words, *parts))
 
 

@@ -1,6 +1,6 @@
 """Compile the rotary kernels as calls launch them, for GPUs that may be absent, and print counts as JSON.
 
-test_kernels_compiled.py runs it in a process without the interpreter: ``python aot_compile.py one``.
+test_compiled_kernels.py runs it in a process without the interpreter: ``python aot_compile.py one``.
 """
 
 from __future__ import annotations

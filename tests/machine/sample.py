@@ -1,6 +1,6 @@
 """Run launches on the machine as a GPU of one architecture, and print how many and what went wrong as JSON.
 
-test_machine_launches.py runs it in a process without the interpreter: ``python sample.py sm_90 0 57`` runs 57 forms of
+test_compiled_kernels.py runs it in a process without the interpreter: ``python sample.py sm_90 0 57`` runs 57 forms of
 launches, drawn with seed 0, every kind equally often, each compiled once and run with several numbers of tokens.
 Without numbers, it plants faults in a kernel, and prints how each was found.
 """

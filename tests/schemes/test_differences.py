@@ -14,8 +14,9 @@ import torch
 from layouts import FRAME_RATES, IMAGE, VIDEO, Array, Layout, rope_index
 from oracle import exact, placed
 from refusals import assert_refused
+from scheme_properties import is_symmetric
 
-from mmpos import Grid, InvalidInputError, Placeholders, Scheme, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, Placeholders, SegmentTable, Text, place
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2
 
 
@@ -114,14 +115,11 @@ def test_frames_shorter_than_a_second_have_distinct_ids() -> None:
 
 
 def test_floored_ids_are_asymmetric_if_exactly_one_side_is_odd() -> None:
-    def symmetric(scheme: Scheme, height: int, width: int) -> bool:
-        ids = exact(placed([Text(4), Grid(height, width), Text(1)], scheme))
-        return all(ids[4][axis] - 3 == ids[-1][axis] - ids[-2][axis] for axis in (0, 1))
-
     for height, width in np.ndindex(6, 6):
-        sides = height + 1, width + 1
-        assert symmetric(RopeTieV2(), *sides)
-        assert symmetric(RopeTieV2(rounding="floor"), *sides) == (sum(sides) % 2 == 0)
+        grid = Grid(height + 1, width + 1)
+        assert is_symmetric(RopeTieV2(), [grid], before=4, start=0)
+        floored = is_symmetric(RopeTieV2(rounding="floor"), [grid], before=4, start=0)
+        assert floored == ((height + width) % 2 == 0)
 
 
 def test_bfloat16_changes_fractional_ids_but_tables_are_integers() -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
+from math import gcd
 
-from scheme_properties import MARKS, PAGE, Row, every_scheme, measure, table
+import pytest
+from oracle import exact, placed
+from scheme_properties import MARKS, PAGE, Row, every_scheme, is_symmetric, measure, table
 
-from mmpos.schemes import LatentScheme
+from mmpos import Grid, Text
+from mmpos.schemes import LatentScheme, get_scheme
 
 # Derived from the formulas of the schemes, for h×w patches between the text ids L and K:
 # symmetric: (L+K)/2 is the middle of the ids on every axis. naive-2d and mrope end where the longer side does; v2pe
@@ -84,3 +89,36 @@ def test_grids_of_generative_models_ignore_the_text_around_them_and_have_stable_
 
 def test_the_page_shows_the_measured_properties() -> None:
     assert f"<!-- properties -->\n{table()}<!-- /properties -->\n" in PAGE.read_text(encoding="utf-8")
+
+
+# The Tie family: symmetries under transposition, and strides.
+
+SIDES = tuple(product(range(1, 13), repeat=2))
+
+
+@pytest.mark.parametrize("name", ["rope-tie", "rope-tie-fractional", "rope-tie-lcm", "rope-tie-v2"])
+def test_t10_transposing_the_image_swaps_the_axes_and_ids_are_strictly_inside(name: str) -> None:
+    for height, width in SIDES:
+        ids, transposed = (
+            exact(placed([Grid(*sides), Text(1)], name, 4)) for sides in ((height, width), (width, height))
+        )
+        for (i, j), (row, column) in zip(product(range(height), range(width)), ids, strict=False):
+            assert transposed[j * height + i] == (column, row)
+            assert 3 < row < ids[-1][0]
+
+
+def test_t8_unit_strides_are_symmetric_only_for_squares() -> None:
+    symmetric = [sides for sides in SIDES if is_symmetric(get_scheme("naive-2d"), [Grid(*sides)], before=4, start=0)]
+    assert symmetric == [(n, n) for n in range(1, 13)]
+
+
+def test_t9_the_integer_strides_are_multiples_of_the_smallest() -> None:
+    """The strides satisfy (h+1)·s = (w+1)·t; rope-tie uses gcd(h+1, w+1) times the smallest solution (rope-tie-lcm)."""
+    for height, width in SIDES:
+        common = gcd(height + 1, width + 1)
+        s, t = (width + 1) // common, (height + 1) // common
+        solutions = [(s, t) for s, t in product(range(1, 40), repeat=2) if (height + 1) * s == (width + 1) * t]
+        assert solutions == [(k * s, k * t) for k in range(1, len(solutions) + 1)]
+        for name, times in (("rope-tie-lcm", 1), ("rope-tie", common)):
+            first = exact(placed([Grid(height, width)], name, 1))[0]  # a stride from L = 0 on each axis
+            assert first == (times * s, times * t)

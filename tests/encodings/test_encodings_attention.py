@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,7 @@ from numpy.testing import assert_array_equal
 from tolerance import EXACT, assert_within, cos_sin, rotations, rounding
 from torch import Tensor
 
-from mmpos import InvalidInputError, encodings
+from mmpos import InvalidInputError
 from mmpos.encodings import (
     ENCODINGS,
     Alibi,
@@ -29,7 +26,6 @@ from mmpos.encodings import (
 )
 from mmpos.rotary import Rotary, YaRN, apply_rotary
 
-ROOT = Path(__file__).parents[2]
 LEARNED = ["clipped-relative", "learned-absolute", "t5-buckets"]
 ROPE, ROPE_2D = ENCODINGS["rope-1d"](), ENCODINGS["rope-2d"]()
 
@@ -201,20 +197,3 @@ def test_corrected_rotating_the_embedding_once_is_not_rope() -> None:
 def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^{message}"):
         call()
-
-
-def test_encodings_need_only_numpy_and_attention_reports_the_missing_package() -> None:
-    code = """
-import sys
-sys.modules["torch"] = None
-import mmpos
-print(mmpos.encodings.Sinusoidal(4).table(0).tolist())
-try:
-    mmpos.encodings.SelfAttention
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
-    assert done.stdout == f"[0.0, 1.0, 0.0, 1.0]\nattention: torch is not installed; {want}\n"
-    assert set(encodings.__all__) <= set(dir(encodings)) | {"SelfAttention"}

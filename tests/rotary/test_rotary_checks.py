@@ -366,18 +366,22 @@ def test_the_largest_and_smallest_ids_are_accepted() -> None:
 NAMES = ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store", "DevicePositions", "Norm")
 ROTATE = "apply_rotary(torch.ones(3, 1, 8), None, torch.arange(6).reshape(2, 3), Rotary(head_dim=8)"
 WITHOUT: dict[str, tuple[str, str, list[str]]] = {
-    "torch": ("rotations", "", [f"mmpos.rotary.{name}" for name in NAMES]),
-    "triton": (
-        'implementation "triton"', f"import torch; from mmpos.rotary import apply_rotary; {ROTATE})",
+    "rotations": ("torch", "", [f"mmpos.rotary.{name}" for name in NAMES]),
+    "attention": (
+        "torch", "assert mmpos.encodings.Sinusoidal(4).table(0).tolist() == [0, 1, 0, 1]",
+        ["mmpos.encodings.SelfAttention"],
+    ),
+    'implementation "triton"': (
+        "triton", f"import torch; from mmpos.rotary import apply_rotary; {ROTATE})",
         [f'{ROTATE}, implementation="triton")'],
     ),
 }  # fmt: skip
-"""For each package, who needs it, code that works without it, and expressions that report the pip command."""
+"""For each user, the package that it needs, code that works without it, and expressions that report the pip command."""
 
 
-@pytest.mark.parametrize("package", WITHOUT)
-def test_without_a_package_the_rest_works_and_the_error_contains_the_pip_command(package: str) -> None:
-    user, works, refused = WITHOUT[package]
+@pytest.mark.parametrize("user", WITHOUT)
+def test_without_a_package_the_rest_works_and_the_error_contains_the_pip_command(user: str) -> None:
+    package, works, refused = WITHOUT[user]
     want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
     code = f"""
 import os, sys

@@ -157,9 +157,8 @@ LEGAL: dict[str, tuple[str, Layout, list[list[int]]]] = {
         "qwen2_vl", Layout(np.array([[1, VIDEO, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2], [1, 2, 2]]),
         [[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 1, 2, 3]],
     ),
-    "frames without timestamps": (
-        "qwen3_vl", Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True), [[0, 1, 2, 3]] * 3,
-    ),
+    "frames without timestamps":
+        ("qwen3_vl", Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True), [[0, 1, 2, 3]] * 3),
 }  # fmt: skip
 
 
@@ -179,19 +178,15 @@ SQUARE, TIMES = [[1, 2, 2]], "seconds_per_frame"
 # What mmpos's error names, Transformers' first-axis ids or its error, the ids, and the rest of the layout.
 ILLEGAL: dict[str, tuple[str, list[int] | type[Exception], list[Any], dict[str, Any]]] = {
     "a surplus grid": ("image_grid_thw[1]", [0, 1, 2], [1, IMAGE, 2], {"images": SQUARE * 2}),
-    "runs of wrong lengths with the right sum": (
-        "image_grid_thw[0]", [0, 1, 1, 1, 4, 5], [1, IMAGE, 2, *[IMAGE] * 3], {"images": [[1, 2, 6], [1, 2, 2]]},
-    ),
+    "runs of wrong lengths with the right sum":
+        ("image_grid_thw[0]", [0, 1, 1, 1, 4, 5], [1, IMAGE, 2, *[IMAGE] * 3], {"images": [[1, 2, 6], [1, 2, 2]]}),
     "indivisible sides": ("image_grid_thw[0]", [0, 1, 2], [1, IMAGE, 2], {"images": [[1, 3, 2]]}),
     "a hole in the mask": ("attention_mask[0]", [0, 0, 1, 2], [1, 3, 3, 2], {"attention_mask": [1, 0, 1, 1]}),
-    "a hole in an image": (
-        "attention_mask[0]", [0, 1, 0, 2], [1, IMAGE, IMAGE, 2], {"attention_mask": [1, 1, 0, 1], "images": SQUARE},
-    ),
+    "a hole in an image":
+        ("attention_mask[0]", [0, 1, 0, 2], [1, IMAGE, IMAGE, 2], {"attention_mask": [1, 1, 0, 1], "images": SQUARE}),
     "a mask with other values": ("attention_mask", [0, 0, 1, 2], [1, 3, 3, 2], {"attention_mask": [0, 2, 1, 1]}),
     "more times than videos": (TIMES, [0, 1, 2], [1, VIDEO, 2], {"videos": SQUARE, "seconds": [1.0, 2.0]}),
-    "a negative time": (
-        f"{TIMES}[0]", [0, 1, -1, 2], [1, VIDEO, VIDEO, 2], {"videos": [[2, 2, 2]], "seconds": [-1.0]},
-    ),
+    "a negative time": (f"{TIMES}[0]", [0, 1, -1, 2], [1, VIDEO, VIDEO, 2], {"videos": [[2, 2, 2]], "seconds": [-1.0]}),
     "a time of NaN": (
         f"{TIMES}[0]", [0, *(1 + number for number in NO_NUMBERS), 2], [1, VIDEO, VIDEO, 2],
         {"videos": [[2, 2, 2]], "seconds": [float("nan")]},
@@ -200,9 +195,7 @@ ILLEGAL: dict[str, tuple[str, list[int] | type[Exception], list[Any], dict[str, 
     "no grids": ("image_grid_thw", TypeError, [1, IMAGE, 2], {}),
     "a run longer than its grid": ("image_grid_thw", RuntimeError, [1, *[IMAGE] * 3, 2], {"images": [[1, 2, 4]]}),
     "a row without tokens": ("attention_mask[1]", ValueError, [[1, 2]] * 2, {"attention_mask": [[1, 1], [0, 0]]}),
-    "a missing time": (
-        TIMES, StopIteration, [1, VIDEO, 2, VIDEO], {"videos": SQUARE * 2, "seconds": [1.0]},
-    ),
+    "a missing time": (TIMES, StopIteration, [1, VIDEO, 2, VIDEO], {"videos": SQUARE * 2, "seconds": [1.0]}),
 }  # fmt: skip
 
 

@@ -215,44 +215,30 @@ def test_segments_are_grids_padding_or_text() -> None:
 
 # The descriptions of all tokens, a line for each segment.
 DESCRIPTIONS: list[tuple[str | Scheme, list[Segment], list[str]]] = [
-    (
-        "tmrope",
-        [Text(1), Audio(2), Clip(1, 2, frames=2, audio=1, seconds_per_frame=Fraction(1, 25)), Text(1)],
-        [
-            "token 0 of a run of text",
-            "token 0 of a run of audio | token 1 of a run of audio",
-            "marker 0 before a clip | marker 1 before a clip | "
-            "frame 0, row 0, column 0 of a clip of width 2 | frame 0, row 0, column 1 of a clip of width 2 | "
-            "frame 1, row 0, column 0 of a clip of width 2 | frame 1, row 0, column 1 of a clip of width 2 | "
-            "token 0 of the audio of a clip | marker 0 after a clip | marker 1 after a clip",
-            "token 0 of a run of text",
-        ],
-    ),
-    (
-        "mrope-canvas",
-        [Thumbnail(2, 1, tokens_after=1), Tile(1, 2, tokens_after=2)],
-        [
-            "marker 0 before a thumbnail | row 0, column 0 of a thumbnail of width 1 | "
-            "row 1, column 0 of a thumbnail of width 1 | marker 0 after a thumbnail | "
-            "token 0 past the marker after a thumbnail",
-            "marker 0 before a tile | row 0, column 0 of a tile of width 2 | row 0, column 1 of a tile of width 2 | "
-            "marker 0 after a tile | token 0 past the marker after a tile | token 1 past the marker after a tile",
-        ],
-    ),
-    (
-        "naive-2d",
-        [Grid(2, 1, row_separator=True)],
-        [
-            "row 0, column 0 of a grid of width 1 | the separator after row 0 of a grid of width 1 | "
-            "row 1, column 0 of a grid of width 1 | the separator after row 1 of a grid of width 1"
-        ],
-    ),
-    (
-        Grid2D(order="merged", spatial_merge_size=2),
-        [Grid(2, 4)],
-        [" | ".join(f"token {patch} of a grid of width 4" for patch in range(8))],
-    ),
-]
+    ("tmrope", [Text(1), Audio(2), Clip(1, 2, frames=2, audio=1, seconds_per_frame=Fraction(1, 25)), Text(1)], [
+        "token 0 of a run of text",
+        "token 0 of a run of audio | token 1 of a run of audio",
+        "marker 0 before a clip | marker 1 before a clip | "
+        "frame 0, row 0, column 0 of a clip of width 2 | frame 0, row 0, column 1 of a clip of width 2 | "
+        "frame 1, row 0, column 0 of a clip of width 2 | frame 1, row 0, column 1 of a clip of width 2 | "
+        "token 0 of the audio of a clip | marker 0 after a clip | marker 1 after a clip",
+        "token 0 of a run of text",
+    ]),
+    ("mrope-canvas", [Thumbnail(2, 1, tokens_after=1), Tile(1, 2, tokens_after=2)], [
+        "marker 0 before a thumbnail | row 0, column 0 of a thumbnail of width 1 | "
+        "row 1, column 0 of a thumbnail of width 1 | marker 0 after a thumbnail | "
+        "token 0 past the marker after a thumbnail",
+        "marker 0 before a tile | row 0, column 0 of a tile of width 2 | row 0, column 1 of a tile of width 2 | "
+        "marker 0 after a tile | token 0 past the marker after a tile | token 1 past the marker after a tile",
+    ]),
+    ("naive-2d", [Grid(2, 1, row_separator=True)], [
+        "row 0, column 0 of a grid of width 1 | the separator after row 0 of a grid of width 1 | "
+        "row 1, column 0 of a grid of width 1 | the separator after row 1 of a grid of width 1",
+    ]),
+    (Grid2D(order="merged", spatial_merge_size=2), [Grid(2, 4)], [
+        " | ".join(f"token {patch} of a grid of width 4" for patch in range(8)),
+    ]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("scheme", "document", "descriptions"), DESCRIPTIONS)

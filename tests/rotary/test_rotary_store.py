@@ -29,7 +29,7 @@ SLOTS = [40, 41, 3, -1, 7, 0, 63, -1, 22, 21, -9, 5, 16]
 
 own_tiles = tiling.tiles
 
-pytestmark = pytest.mark.usefixtures("few_programs")
+pytestmark = pytest.mark.usefixtures("few_programs", "poison")
 
 
 def slots_of(*slots: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -145,7 +145,7 @@ def test_calls_without_tokens_blocks_or_valid_slots_are_accepted(way: str, monke
 def test_caches_with_more_than_2_to_the_31_elements_are_written(way: Any) -> None:
     blocks = 2**31 // (16 * 2 * 12) + 3
     q, k, v = qkv(dtype=torch.float16)
-    # The system does not allocate memory that is never written.
+    torch.use_deterministic_algorithms(False)  # no poison: the system does not allocate memory that is never written
     key, value = (torch.empty(blocks, 16, 2, 12, dtype=torch.float16, device=DEVICE) for _ in range(2))
     slots = torch.arange(16 * blocks - 13, 16 * blocks, device=DEVICE)
     rotate_and_store(q, k, v, TABLE, ROTARY, Cache(key, value, slots), implementation=way)

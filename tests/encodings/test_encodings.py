@@ -1,4 +1,4 @@
-"""Encodings, alone and in attention: numbers by hand, loops and properties; ``corrected`` tests correct their sources."""
+"""Encodings, alone and in attention: numbers by hand, loops, properties; ``corrected`` tests correct their sources."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +18,6 @@ from mmpos.positions.table_rows import NEXT_POSITION
 from mmpos.schemes import XDRope
 
 settled = settings(max_examples=60)
-
-Row = npt.NDArray[np.int64]
 
 
 @st.composite

@@ -34,7 +34,6 @@ PAIRINGS = ("half", "adjacent")
 SHORTER = {"longest": 0, "not longest": 128, "short": 64}
 """Flags of csrc/rotate.c that disable the wider vectors."""
 WIDTHS = pytest.mark.parametrize("vectors", SHORTER)
-NORMED = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 EPS = 1e-5
 
 
@@ -160,7 +159,7 @@ def test_a_norm_of_q_or_k_alone_leaves_the_bits_of_the_other_unchanged(monkeypat
 # Parts and threads.
 
 
-@NORMED
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 def test_several_threads_give_the_same_bits_as_one(normed: bool) -> None:
     rotary, ids = Rotary(64, axes=1), torch.arange(1100, dtype=torch.int32).repeat(4).view(1, 4, 1100)
     q, w = heads((4, 1100), 9, 64, torch.bfloat16), weight(64) if normed else None

@@ -19,11 +19,10 @@ from scheme_properties import MARKS, PAGE, Row, every_scheme, is_symmetric, meas
 from mmpos import Grid, InvalidInputError, Scheme, SegmentTable, Text, diagnose, place
 from mmpos.schemes import SCHEMES, LatentScheme, MRopeQwen25, RopeTieV2, XDRope, get_scheme
 
-EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 STARTS = st.integers(-20, 10_000)
 
 
-@EVERY_CASE
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 @settled
 @given(data=st.data())
 def test_ids_of_a_batch_equal_those_of_the_oracle(case: Case, data: st.DataObject) -> None:

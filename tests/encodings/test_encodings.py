@@ -263,6 +263,7 @@ def test_biases_depend_only_on_distances(
 
 # Rotations
 
+ROPE: Any = ENCODINGS["rope-1d"]()
 BY_HEAD: Any = ENCODINGS["mhrope"]()
 
 
@@ -288,7 +289,6 @@ def test_scores_of_rotated_q_and_k_depend_only_on_distances(name: str, m: int, n
 # Attention
 
 LEARNED = ["clipped-relative", "learned-absolute", "t5-buckets"]
-ROPE, ROPE_2D = ENCODINGS["rope-1d"](), ENCODINGS["rope-2d"]()
 
 
 def block(encoding: Encoding, positions: Any, dtype: torch.dtype = torch.float32, **arguments: Any) -> SelfAttention:
@@ -476,7 +476,10 @@ def test_corrected_rotating_the_embedding_once_is_not_rope() -> None:
         (lambda: block(LearnedAbsolute(), [0, 512]), r"positions\[1\]: got 512, want < 512"),
         (lambda: block(Sinusoidal(), [[0], [1]]), r"positions: got shape \(2, 1\), want \(seq,\)"),
         (lambda: block(NoPE(), 3), r"positions: got shape \(\), want \(seq,\)"),
-        (lambda: block(ROPE_2D, [[0], [1], [2]]), r"positions: got shape \(3, 1\), want \(n,\) or \(2, n\)"),
+        (
+            lambda: block(ENCODINGS["rope-2d"](), [[0], [1], [2]]),
+            r"positions: got shape \(3, 1\), want \(n,\) or \(2, n\)",
+        ),
         (lambda: block(ROPE, range(3))(embeddings(1, 2)), r"x: got shape \(1, 2, 48\), want \(batch, 3, 48\)"),
     ],
 )

@@ -111,7 +111,6 @@ def test_a_first_frame_is_refused_by_layouts_without_one() -> None:
         (Cosmos(tokens_per_second=2**31 - 1), Grid(1, 1, frames=2, seconds_per_frame=2**31 - 1, first_frame=9)),
         ("cogvideox", Grid(30, 45, first_frame=2**31 - 1, frames=2)),
     ],
-    ids=range(7),
 )
 def test_absurd_times_and_first_frames_are_refused(scheme: str | Scheme, grid: Grid) -> None:
     with pytest.raises(LimitExceededError):

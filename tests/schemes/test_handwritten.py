@@ -1,16 +1,8 @@
-"""Ids of schemes equal handwritten ids on every axis, and ids of peers in golden files.
-
-Multimodal-RoPEs, by the authors of arXiv 2510.23095, at cd413b9e: tests/test_rope_golden_hf4571.py, for the designs
-    that mmpos supports.
-vLLM 0.33: the tests of PaddleOCR-VL's get_mrope_input_positions.
-"""
+"""Ids of schemes equal handwritten ids on every axis."""
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +10,8 @@ import pytest
 import torch
 from oracle import exact, placed
 
-from mmpos import Grid, Placeholders, SegmentTable, Text, place
-from mmpos.integrations.vllm import mrope_input_positions
-from mmpos.schemes import V2PE, Cosmos, Grid2D, Kandinsky, Ltx2, Lumina2, MRopeQwen25, QwenImage, Wan, XDRope
+from mmpos import Grid, SegmentTable, Text, place
+from mmpos.schemes import Cosmos, Grid2D, Kandinsky, Ltx2, Lumina2, MRopeQwen25, QwenImage, Wan, XDRope
 from mmpos.segments import Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
@@ -171,37 +162,3 @@ def test_thumbnail_ids_are_rounded_as_in_linspace() -> None:
     np.testing.assert_array_equal(np.concatenate(got), np.concatenate(want))
     assert got[sizes.index((14, 23))][11] == 7
     assert got[sizes.index((8, 7))].tolist() == [0, 1, 2, 4, 5, 6, 7]
-
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-DESIGNS, PADDLE = (
-    json.loads((GOLDEN / name).read_text())["cases"] for name in ("multimodal_ropes.json", "paddleocr_vl.json")
-)
-
-
-@pytest.mark.parametrize("case", DESIGNS, ids=[f"{case['design']} {i}" for i, case in enumerate(DESIGNS)])
-def test_ids_equal_those_of_the_designs_in_multimodal_ropes(case: dict[str, Any]) -> None:
-    scheme = case["scheme"] if isinstance(case["scheme"], str) else V2PE(case["scheme"][1])
-    grids = (case["image_grid_thw"], case["video_grid_thw"])
-    merge = case["spatial_merge_size"]
-    segments = SegmentTable.from_input_ids(
-        case["input_ids"], Placeholders(55, 56), *grids, spatial_merge_size=merge, frames_apart=True
-    )
-    positions = place(segments, scheme)
-    assert exact(positions) == list(zip(*[map(Fraction, axis) for axis in case["position_ids"]], strict=True))
-    assert positions.deltas.tolist() == [int(case["delta"])]
-
-
-@pytest.mark.parametrize("case", PADDLE, ids=range(len(PADDLE)))
-def test_paddleocr_prompts_have_the_ids_of_vllm(case: dict[str, Any]) -> None:
-    features = [
-        SimpleNamespace(
-            modality="image",
-            data={"image_grid_thw": SimpleNamespace(data=torch.tensor([1, 2 * height, 2 * width]))},
-            mm_position=SimpleNamespace(offset=offset, length=height * width, is_embed=None),
-        )
-        for offset, (height, width) in zip(case["offsets"], case["grids"], strict=True)
-    ]
-    ids, delta = mrope_input_positions(case["input_ids"], features, scheme="mrope", spatial_merge_size=2)
-    assert ids.tolist() == case["position_ids"]
-    assert delta == int(ids.max()) + 1 - len(case["input_ids"])

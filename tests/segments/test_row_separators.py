@@ -190,8 +190,7 @@ def test_rows_are_read_back_from_their_ids(ends: Any, separators: Any, documents
     builder = SequenceBuilder(scheme="flatten", markers=Markers(begin, end, 256, row, last_row))
     for document in documents:
         sequence = builder.build([[7] * part if isinstance(part, int) else Grid(*part) for part in document])
-        placeholders = Placeholders(256, rows=(row, last_row or row))
-        table = SegmentTable.from_input_ids(sequence.input_ids, placeholders, sequence.grid_thw)
+        table = SegmentTable.from_input_ids(sequence.input_ids, builder.marker_ids.placeholders, sequence.grid_thw)
         np.testing.assert_array_equal(table.extents, sequence.segments.extents)
         np.testing.assert_array_equal(table.row_separator, sequence.segments.row_separator)
 

@@ -33,7 +33,6 @@ from mmpos.rotary.frequencies import (
     Power,
     UInt64Array,
     fixed_point_turns,
-    rounded_power,
 )
 from mmpos.rotary.hf_config import hf_arguments
 from mmpos.rotary.scaling import Scaling, scaling_from_dict
@@ -236,16 +235,10 @@ class Rotary:
         """
         return _read_only(self._by_head(fixed_point_turns(self.exact_inv_freq)))
 
-    @cached_property
-    def inv_freq_float32(self) -> Float32Array:
-        """(pairs,) float32 rad per position from correctly rounded powers; read-only. See ``inv_freq_as_hf``."""
-        return _read_only(self.inv_freq_as_hf())
-
-    def inv_freq_as_hf(self, power: Power = rounded_power) -> Float32Array:
+    def inv_freq_as_hf(self, power: Power) -> Float32Array:
         """Compute (pairs,) or (kv_heads, pairs) float32 rad per position with the operations of Transformers.
 
-        All operations except the power are rounded according to IEEE 754. On a CPU, torch's float32 powers differ from
-        the correctly rounded ones by one ulp in about one case in seventy; pass torch's power to match them.
+        All operations except the power are rounded according to IEEE 754, so torch's power gives the same bits.
 
         Args:
             power: function from a float base and (n,) float32 exponents to (n,) float32 powers.

@@ -84,11 +84,6 @@ class Exact(Arithmetic):
         return localcontext(_CONTEXT)
 
 
-def rounded_power(base: float, exponents: Float32Array) -> Float32Array:
-    """Compute correctly rounded float32 base**exponents; float32 powers from other libraries may be off by one ulp."""
-    return np.power(np.float64(np.float32(base)), exponents.astype(np.float64)).astype(np.float32)
-
-
 @dataclass(frozen=True)
 class Float32(Arithmetic):
     """Float32 arrays and double scalars, with the same sequence of operations as in Transformers.
@@ -97,10 +92,10 @@ class Float32(Arithmetic):
     reproduce the bits of a library, pass its power function.
 
     Args:
-        power: computes theta^(2j/dim); correctly rounded by default.
+        power: computes theta^(2j/dim).
     """
 
-    power: Power = rounded_power
+    power: Power
     pi = math.pi
 
     def number(self, value: float) -> float:

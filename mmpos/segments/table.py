@@ -372,7 +372,6 @@ class SegmentTable:
             None if seconds is None else np.insert(seconds, at, [[0], [1]], axis=1),
             None if separator is None else np.insert(separator, at, False),
             None if extra is None else np.insert(extra, at, 0),
-            None if self.first_frame is None else np.insert(self.first_frame, at, NO_FRAME),
         )
 
     @property

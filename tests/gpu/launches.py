@@ -13,12 +13,13 @@ from random import Random
 from typing import Any, Literal
 
 import torch
-from store_oracle import CACHES, Held, bits, filled
+from store_oracle import CACHES, Held, bits, filled, poisoned
 from tolerance import ARITHMETIC, INTERPRETED, cos_sin, gamma, unit
 from torch import Tensor
 
 from mmpos import Grid, InvalidInputError, PositionTable, SegmentTable, Text, place
 from mmpos.rotary import DevicePositions, Norm, Rotary, YaRN, apply_rotary, kernel, rerotate, rotate_and_store
+from mmpos.schemes import get_scheme
 from mmpos.support.cached import cached_property
 
 GPU = torch.cuda.is_available()
@@ -39,7 +40,7 @@ FEW, SOME, MANY = sized(255, 5), sized(2049, 19), sized(8200, 33)
 BY_HEAD = [0, 0, 1, 1, 1, 2, 2, 2] if GPU else [0, 2, 1]
 """The axis of each kv head in the layer "by head"."""
 
-LAYERS: Mapping[str, tuple[int, int, int]] = {
+LAYERS: dict[str, tuple[int, int, int]] = {
     "by head": (32, 8, 128) if GPU else (6, 3, 16),
     "7B": (32, 8, 128) if GPU else (3, 1, 16),
     "72B": (64, 8, 128) if GPU else (4, 1, 16),
@@ -210,7 +211,7 @@ def drawn(base: Launch, draw: Random) -> Launch:
 def goes_together(launch: Launch) -> bool:
     """Return whether the options of a launch form a valid call."""
     scheme, options = TURNINGS[launch.turning]
-    axes, dim = 2 if launch.form == "fractions" else SCHEMES[scheme], LAYERS[launch.layer][2]
+    axes, dim = 2 if launch.form == "fractions" else get_scheme(scheme).axes, LAYERS[launch.layer][2]
     try:
         rotary = Rotary(dim, **{"axes": axes, **options(dim)})
     except InvalidInputError:  # too few channels
@@ -225,10 +226,6 @@ def goes_together(launch: Launch) -> bool:
         and not (launch.kind == "rotate" and launch.only == "q" and "k" in launch.norm)
         and not (launch.only == "weights" and not launch.norm)
     )
-
-
-SCHEMES = {"rope-tie": 2, "flux": 3, "mrope": 3, "flatten": 1}
-"""The axes of schemes."""
 
 
 def sample(seed: int, count: int) -> list[Launch]:
@@ -355,11 +352,6 @@ class Scene:
         launch = self.launch
         return FORMS[launch.form](placed(launch.tokens, self.scheme, launch.documents, launch.start + 12_345))
 
-    def poison(self) -> None:
-        """Fill freed memory with NaN, so that elements of new outputs that are never written show up."""
-        for x in (self.q, self.k):
-            torch.full((x.numel(),), torch.nan, dtype=x.dtype, device=DEVICE)
-
 
 # The kinds. Each returns what it computes, and all memory that it may write or must leave unchanged.
 
@@ -438,8 +430,9 @@ KINDS: Mapping[str, Callable[[Scene], Results]] = {
 def checks(launch: Launch, seed: int) -> Iterator[tuple[str, float]]:
     """Run a launch and the reference; yield each result's difference as a share of its bound: correct up to 1."""
     scene, judge = (Scene(replace(launch, way=way), seed) for way in (launch.way, "reference"))
-    scene.poison()
-    got, want = (KINDS[launch.kind](x) for x in (scene, judge))
+    with poisoned():
+        got = KINDS[launch.kind](scene)
+    want = KINDS[launch.kind](judge)
     for name, x in got.items():
         y = want[name]
         if x is not None and y is not None:

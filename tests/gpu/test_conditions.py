@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launches import (
+    BASES,
     DEVICE,
     F16,
     FEW,
@@ -30,6 +31,7 @@ from launches import (
     placed,
     sized,
 )
+from store_oracle import poisoned
 from torch import Tensor
 from waiting import eventually
 
@@ -71,26 +73,17 @@ class Bench:
         return [x.clone() for x in self.call()]
 
 
-CALLS = [
-    Launch("rotate"),
-    Launch("store", norm="qk", inplace=True, return_k=True),
-    Launch("rotate", inplace=True),
-    Launch("rotate", norm="qk"),
-    Launch("rotate", norm="qk", inplace=True),
-    Launch("backward"),
-    Launch("backward", norm="qk"),
-    Launch("store"),
-    Launch("rerotate"),
-    Launch("dense"),
-]
+CALLS = (
+    "rotate", "store", "rotate in place", "norm", "norm in place", "backward", "backward with norm", "store in place",
+    "rerotate", "dense",
+)  # fmt: skip
 """Launches of each kind and direction, with and without a norm."""
 
 later = pytest.mark.gpu if GPU else pytest.mark.slow
 """The mark for tests that the interpreter runs only in `make slow`, since `make test` runs similar tests."""
 
 EACH = pytest.mark.parametrize(
-    "launch",
-    [pytest.param(x, id=str(x).replace(f" tokens={SOME}", ""), marks=[later] * (i > 1)) for i, x in enumerate(CALLS)],
+    "launch", [pytest.param(BASES[name], id=name, marks=[later] * (i > 1)) for i, name in enumerate(CALLS)]
 )
 
 
@@ -105,8 +98,9 @@ def test_results_are_reproducible_bit_for_bit(launch: Launch, tokens: int) -> No
     bench = Bench(launch, tokens)
     want = bench.results()
     for _ in range(sized(30, 2)):
-        bench.scene.poison()
-        assert_same(bench.results(), want)
+        with poisoned():
+            got = bench.results()
+        assert_same(got, want)
 
 
 @contextmanager
@@ -192,14 +186,6 @@ def test_kernels_are_launched_in_the_current_stream(launch: Launch) -> None:
         assert_same(got, want)
 
 
-@pytest.fixture
-def fresh_graphs() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_graphs")
 @later
 def test_replays_of_a_compiled_graph_are_bit_equal_to_eager_calls() -> None:
     scene = Scene(Launch(tokens=sized(1000, 9)))
@@ -207,6 +193,7 @@ def test_replays_of_a_compiled_graph_are_bit_equal_to_eager_calls() -> None:
     def step(q: Tensor, k: Tensor) -> Tensor:
         return apply_rotary(q * 1, k, scene.positions, scene.rotary, implementation=TRITON)[0] + 0
 
+    torch._dynamo.reset()
     options: Any = {"mode": "reduce-overhead"} if GPU else {"backend": "aot_eager"}
     fast = torch.compile(step, fullgraph=True, **options)
     with torch.no_grad():

@@ -225,16 +225,14 @@ FAULTS: dict[str, tuple[str, dict[str, int]]] = {
     "misaligned: 16 bytes": ("st.global.v4.b32 [%rd2], {%r1, %r1, %r1, %r1};", {}),
     "outside: 4 bytes at byte 8 of 8 of local": ("st.local.b32 [__local_depot0+8], %r1;", {}),
     "read before it was written": ("ld.shared.b32 %r5, [%r2];", {}),
-    "race: a warp reads what another warp wrote": (
-        "st.shared.b32 [%r2], %r1; xor.b32 %r5, %r2, 256; ld.shared.b32 %r6, [%r5];", {"threads": 64},
-    ),
+    "race: a warp reads what another warp wrote":
+        ("st.shared.b32 [%r2], %r1; xor.b32 %r5, %r2, 256; ld.shared.b32 %r6, [%r5];", {"threads": 64}),
     "race: a warp writes what another warp read": (
         "st.shared.b32 [%r2], %r1; bar.sync 0; ld.shared.b32 %r6, [%r2]; xor.b32 %r5, %r2, 256;"
         "st.shared.b32 [%r5], %r1;", {"threads": 64},
     ),
-    "race: a warp writes what another warp wrote": (
-        "st.shared.b32 [%r2], %r1; xor.b32 %r5, %r2, 256; st.shared.b32 [%r5], %r1;", {"threads": 64},
-    ),
+    "race: a warp writes what another warp wrote":
+        ("st.shared.b32 [%r2], %r1; xor.b32 %r5, %r2, 256; st.shared.b32 [%r5], %r1;", {"threads": 64}),
     "race: a warp writes what another warp read since": (  # both warps read it
         "st.shared.b32 [%r2], %r1; bar.sync 0; setp.lt.s32 %p1, %r1, 32; setp.eq.b32 %p2, %r1, 32;"
         "@%p1 ld.shared.b32 %r6, [0]; @!%p1 ld.shared.b32 %r6, [0]; @%p2 st.shared.b32 [0], %r1;", {"threads": 64},

@@ -65,13 +65,6 @@ def place_document(document: Sequence[Text | Grid], scheme: str, start: int = 0,
     return Placed(ids, cursor)
 
 
-def place_all(documents: Sequence[Document], scheme: str, starts: Sequence[int], **params: Any) -> list[Placed]:
-    """Place each document on its own."""
-    return [
-        place_document(document, scheme, start, **params) for document, start in zip(documents, starts, strict=True)
-    ]
-
-
 def exact(positions: PositionTable) -> list[Id]:
     """Return the ids of a table, one tuple of fractions per token."""
     numerators, denominators = positions.rationals()

@@ -83,14 +83,6 @@ def _phase(position: Fraction | int, omega: Any) -> float:
     return float(mp.fmod(mp.mpf(value.numerator) / value.denominator * omega, 2 * mp.pi))
 
 
-def turns_in_units(ids: Ids, rotary: Rotary) -> list[list[Fraction]]:
-    """Return unreduced angles in units of 2⁻³² turn; they are exact, but frequencies are rounded to 2⁻²⁰⁰ turn."""
-    with mpmath.workdps(2 * DIGITS):
-        taus = [int(mp.nint(omega / (2 * mp.pi) * mp.mpf(2) ** 200)) for omega in frequencies(rotary)]
-    axes = pair_axes(rotary)
-    return [[Fraction(p[a]) * tau / 2**168 for a, tau in zip(axes, taus, strict=True)] for p in ids]
-
-
 def phases_by_head(ids: Ids, rotary: Rotary) -> Real:
     """Return (tokens, kv_heads, pairs) angles; one head if all rotate alike."""
     pairs = rotary.rotary_dim // 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,16 @@ class Held(NamedTuple):
 def filled(*shape: int, dtype: torch.dtype) -> Tensor:
     """Allocate a tensor of untouched cells."""
     return torch.full(shape, FILL[dtype], dtype=INTEGERS[dtype.itemsize], device=DEVICE).view(dtype)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Have torch fill all new memory with NaN, so that elements that are never written show up."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 Make = Callable[[int, int, int, int, torch.dtype], Held]

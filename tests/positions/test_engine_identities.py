@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +18,6 @@ from mmpos.positions.table_rows import NEXT_POSITION
 from mmpos.schemes import XDRope
 
 settled = settings(max_examples=60)
-
-Row = npt.NDArray[np.int64]
 
 
 @st.composite
@@ -99,16 +96,6 @@ def test_windows_continue_past_the_end(positions: PositionTable, data: st.DataOb
         want_delta.append(deltas[document])
     assert per_document(windows) == want
     assert header(windows) == [want_next, want_delta]
-
-
-@settled
-@given(tables(tuple(case for case in CASES if not case.resumable), min_size=1), st.data())
-def test_windows_inside_a_document_require_no_next_position(positions: PositionTable, data: st.DataObject) -> None:
-    document = data.draw(st.integers(0, positions.num_documents - 1))
-    ids = per_document(positions)[document]
-    start = data.draw(st.integers(0, len(ids)))
-    length = data.draw(st.integers(0, len(ids) - start))
-    assert per_document(positions.window([document], [start], [length])) == [ids[start : start + length]]
 
 
 @settled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
+from store_oracle import poisoned
 
 Tile = Callable[[int, int], None]
 
@@ -33,7 +33,6 @@ def few_programs(tile: Tile) -> None:
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """Have torch fill all new memory with NaN, so that elements that are never written show up."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    """Run a test with poisoned memory."""
+    with poisoned():
+        yield

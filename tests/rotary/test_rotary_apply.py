@@ -46,7 +46,6 @@ from mmpos.rotary.kernel import tiling
 
 PAIRINGS = ("half", "adjacent")
 EVERY = pytest.mark.parametrize("way", ["reference", "auto", "triton"])
-OTHERS = pytest.mark.parametrize("way", ["auto", "triton"])
 
 own_tiling = tiling.tiles
 
@@ -226,7 +225,7 @@ def test_unrotated_heads_and_pairs_and_their_gradients_stay_unchanged(way: Any) 
                 assert changed.all()
 
 
-@OTHERS
+@pytest.mark.parametrize("way", ["auto", "triton"])
 @pytest.mark.parametrize("axes", [1, 2, 3, 4])
 def test_hf_precision_rotates_by_float32_angles(axes: int, way: Any, tile: Any) -> None:
     tile(32, 1)

@@ -69,10 +69,6 @@ def normed(**norm: Any) -> Callable[[], Any]:
     return lambda: apply_rotary(packed(), packed(), DEVICE, ROTARY, norm=Norm(**norm))
 
 
-def ones(*shape: int) -> Any:
-    return torch.ones(shape)
-
-
 THIRTEEN = place(SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)], [Text(2)]]), "mrope")
 SECTIONS = Rotary(20, rotary_dim=12, axes=3, allocation="sections", mrope_section=[2, 3, 1])
 
@@ -203,13 +199,13 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         calls(packed(), rotary=None),
         *(partial(table, None, DEVICE) for table in (tables_of, angles)),  # type: ignore[arg-type]
     ],
-    "norm.q_weight: got shape (12,), want (16,)": [normed(q_weight=ones(12))],
-    "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=ones(1, 16))],
-    f"norm.q_weight: got torch.float64, {WANT_Q}": [normed(q_weight=ones(16).double())],
-    "norm.k_weight: got a tensor on meta, want cpu as for k": [normed(k_weight=ones(16).to("meta"))],
-    "norm.after: got 'after', want True or False": [normed(q_weight=ones(16), after="after")],
-    "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=ones(16)))],
-    "norm: got Tensor, want a Norm, as returned by mmpos.rotary.Norm": [calls(packed(), norm=ones(16))],
+    "norm.q_weight: got shape (12,), want (16,)": [normed(q_weight=torch.ones(12))],
+    "norm.k_weight: got shape (1, 16), want (16,)": [normed(k_weight=torch.ones(1, 16))],
+    f"norm.q_weight: got torch.float64, {WANT_Q}": [normed(q_weight=torch.ones(16).double())],
+    "norm.k_weight: got a tensor on meta, want cpu as for k": [normed(k_weight=torch.ones(16).to("meta"))],
+    "norm.after: got 'after', want True or False": [normed(q_weight=torch.ones(16), after="after")],
+    "norm.k_weight: got a weight without k, want None": [calls(packed(), norm=Norm(k_weight=torch.ones(16)))],
+    "norm: got Tensor, want a Norm, as returned by mmpos.rotary.Norm": [calls(packed(), norm=torch.ones(16))],
     "cos_sin: got 7 rows, want > 7, the largest id": [
         by_cache(zeros(7, 12)),
         by_cache(zeros(7, 12), DevicePositions.from_table(THIRTEEN)),
@@ -301,12 +297,12 @@ REFUSALS: dict[str, list[Callable[[], Any]]] = {
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.bool, torch.uint8)
     },
     **{
-        f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷": [normed(q_weight=ones(16), eps=eps)]
+        f"norm.eps: got {eps!r}, want an int or float from 2⁻¹²⁶ to 2¹²⁷": [normed(q_weight=torch.ones(16), eps=eps)]
         for eps in BAD_EPS
     },
     **{
         f"norm.offset: got {offset!r}, want an int or float from -2¹²⁷ to 2¹²⁷":
-            [normed(q_weight=ones(16), offset=offset)]
+            [normed(q_weight=torch.ones(16), offset=offset)]
         for offset in BAD_OFFSETS
     },
 }  # fmt: skip
@@ -370,18 +366,22 @@ def test_the_largest_and_smallest_ids_are_accepted() -> None:
 NAMES = ("angles", "apply_rotary", "cos_sin", "rerotate", "rotate_and_store", "DevicePositions", "Norm")
 ROTATE = "apply_rotary(torch.ones(3, 1, 8), None, torch.arange(6).reshape(2, 3), Rotary(head_dim=8)"
 WITHOUT: dict[str, tuple[str, str, list[str]]] = {
-    "torch": ("rotations", "", [f"mmpos.rotary.{name}" for name in NAMES]),
-    "triton": (
-        'implementation "triton"', f"import torch; from mmpos.rotary import apply_rotary; {ROTATE})",
+    "rotations": ("torch", "", [f"mmpos.rotary.{name}" for name in NAMES]),
+    "attention": (
+        "torch", "assert mmpos.encodings.Sinusoidal(4).table(0).tolist() == [0, 1, 0, 1]",
+        ["mmpos.encodings.SelfAttention"],
+    ),
+    'implementation "triton"': (
+        "triton", f"import torch; from mmpos.rotary import apply_rotary; {ROTATE})",
         [f'{ROTATE}, implementation="triton")'],
     ),
 }  # fmt: skip
-"""For each package, who needs it, code that works without it, and expressions that report the pip command."""
+"""For each user, the package that it needs, code that works without it, and expressions that report the pip command."""
 
 
-@pytest.mark.parametrize("package", WITHOUT)
-def test_without_a_package_the_rest_works_and_the_error_contains_the_pip_command(package: str) -> None:
-    user, works, refused = WITHOUT[package]
+@pytest.mark.parametrize("user", WITHOUT)
+def test_without_a_package_the_rest_works_and_the_error_contains_the_pip_command(user: str) -> None:
+    package, works, refused = WITHOUT[user]
     want = 'install it with: pip install "multimodal-positions[all]" (in a clone: pip install ".[all]")'
     code = f"""
 import os, sys

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rotary_oracle import BY_HEAD, ROTARIES
 from tolerance import printed
 
 from mmpos.errors import InvalidInputError
@@ -37,7 +38,7 @@ def test_the_number_of_axes_follows_from_the_allocation() -> None:
 def test_a_pair_with_axis_minus_1_has_frequency_0_and_the_others_keep_theirs(options: dict[str, Any]) -> None:
     rotary, full = (Rotary(8, axes=3, allocation=axes, **options) for axes in ([1, 2, -1, -1], [1, 2, 1, 2]))
     assert rotary.pair_axis.tolist() == [1, 2, -1, -1]
-    for name in ("inv_freq_array", "inv_freq_float32", "turns"):
+    for name in ("inv_freq_array", "turns"):
         assert getattr(rotary, name).tolist() == [*getattr(full, name)[:2].tolist(), 0, 0]
     ids = np.arange(6).reshape(3, 2)
     assert rotary.pair_ids(ids).tolist() == [[2, 3], [4, 5], [0, 0], [0, 0]]
@@ -55,7 +56,7 @@ def test_with_head_axes_each_head_has_one_axis_and_the_whole_ladder() -> None:
 
 def test_arrays_are_read_only_and_have_the_documented_dtypes() -> None:
     rotary = Rotary(16, rotary_dim=12)
-    arrays = {"pair_axis": np.int64, "inv_freq_array": np.float64, "turns": np.uint64, "inv_freq_float32": np.float32}
+    arrays = {"pair_axis": np.int64, "inv_freq_array": np.float64, "turns": np.uint64}
     for name, dtype in arrays.items():
         array = getattr(rotary, name)
         assert (array.shape, array.dtype, array.flags.writeable) == ((6,), np.dtype(dtype), False)
@@ -196,24 +197,19 @@ EVERY_SCALING = [
     PRoPE(0.5),
     Linspace(1.5),
 ]
-ROTARIES = [
-    Rotary(16),
+EVERY_ROTARY = [
+    *ROTARIES.values(),
+    *BY_HEAD.values(),
     Rotary(16, theta=[1e4, 0.1 + 1e6], rotary_dim=12, pairing="adjacent", precision="hf"),
-    Rotary(16, allocation="sections", mrope_section=(2, 3, 3)),
-    Rotary(16, allocation="axial", axes_dim=(4, 10, 2)),
-    Rotary(16, allocation=[1, 0] * 4, axes_dim=(8, 8)),
-    Rotary(16, allocation=(0, 0, 1, 2, 0, -1, 1, 2), inv_freq=[0.1] * 8),
-    Rotary(16, allocation="heads", head_axes=(0, 0, 1, -1)),
     Rotary(128, allocation="mrope-interleaved"),
     Rotary(16, scaling=[None, NTK(20 / 24)]),
-    Rotary(16, allocation=[-1, 0, 1] * 8, axes_dim=[16, 16], scaling=Linspace(1.5), kv_heads=3),
     Rotary(16, axes=3, scaling=[LongRoPE([1] * 8, [2] * 8, 4096), DynamicNTK(2, 100), None]).for_length(5000),
     *(Rotary(16, scaling=scaling) for scaling in EVERY_SCALING),
     *(Rotary(16, scaling=scaling).for_length(10_000) for scaling in EVERY_SCALING),
 ]
 
 
-@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
+@pytest.mark.parametrize("rotary", EVERY_ROTARY, ids=str)
 def test_a_rotary_survives_a_round_trip_through_json_and_pickle(rotary: Rotary) -> None:
     for again in (Rotary.from_dict(json.loads(json.dumps(rotary.to_dict()))), pickle.loads(pickle.dumps(rotary))):
         assert again == rotary

@@ -132,18 +132,11 @@ def test_autocast_does_not_affect_the_rotation(rotary: Rotary) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-class Attention(nn.Module):
-    """A qkv projection, the rotation and an output projection."""
+class Heads(nn.Linear):
+    """A projection to four heads, which are rotated."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 64), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor, positions: Any) -> Tensor:
-        q, k = self.qkv(x).unflatten(-1, (4, 16)).split([3, 1], dim=1)
-        outs: Any = apply_rotary(q, k, positions, ROTARY)
-        out: Tensor = self.out(torch.cat(outs, dim=1).flatten(1))
-        return out.clone()
+    def forward(self, x: Tensor, positions: Any) -> Tensor:  # type: ignore[override]
+        return apply_rotary(super().forward(x).unflatten(-1, (4, 16)), None, positions, ROTARY)[0].clone()
 
 
 @pytest.fixture
@@ -156,7 +149,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_fsdp2_mixed_precision_casts_weights_but_not_positions_or_frequencies() -> None:
     torch.manual_seed(0)
-    model, x = Attention(), normal(15, 32)
+    model, x = Heads(32, 64), normal(15, 32)
     plain = copy.deepcopy(model).to(torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
@@ -166,8 +159,8 @@ def test_fsdp2_mixed_precision_casts_weights_but_not_positions_or_frequencies() 
         assert torch.equal(got, expected)
     got.float().square().sum().backward()
     expected.float().square().sum().backward()
-    gradient: Any = model.qkv.weight.grad
-    assert torch.equal(gradient.full_tensor().to(torch.bfloat16), plain.qkv.weight.grad)  # type: ignore[arg-type]
+    gradient: Any = model.weight.grad
+    assert torch.equal(gradient.full_tensor().to(torch.bfloat16), plain.weight.grad)  # type: ignore[arg-type]
     # The policy casts float64 ids to bfloat16, which rounds 9,000,000 to a multiple of 65,536, so they are refused.
     with pytest.raises(InvalidInputError, match=r"^positions: got dtype torch.bfloat16, want int32, int64 or float64"):
         model(x, torch.from_numpy(FAR.dense()))

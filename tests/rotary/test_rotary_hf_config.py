@@ -163,57 +163,42 @@ TYPES = "want one of 'full_attention', 'sliding_attention'"
 ABF = "rope_type: got 'abf', want one of 'default', 'linear', 'dynamic'"
 FOR_EACH = "want rope_parameters with an entry for each of 'hybrid', 'hybrid_sliding'"
 
-# Error messages, which may continue after "...", and the configs and layer types that cause them.
-REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
+# Error messages, which may continue after "...", and the configs that cause them.
+REFUSED: dict[str, dict[str, Any]] = {
     # Sizes.
-    "head_dim: got none in the config, want head_dim, or hidden_size and num_attention_heads": (
-        {**LLAMA, "num_attention_heads": None}, None,
-    ),
-    "config.head_dim: got null, want a number; the default is 128": (
-        {**LLAMA, "model_type": "qwen3", "head_dim": None}, None,
-    ),
-    f"config.{ODD}": ({**LLAMA, **SIZES}, None),
-    f"config.thinker_config.text_config.{ODD}": (
-        text_of("qwen3_omni_moe", thinker_config={"text_config": SIZES}), None,
-    ),
-    f"config.text_config: got no head_dim, partial_rotary_factor, mrope_section, {SUMS} [8, 12, 12] {PAIRS}": (
-        text_of("glm4v"), None,
-    ),
-    f"config.text_config: got no mrope_section, {SUMS} [8, 12, 12] {PAIRS}": (text_of("glm4v", text_config=GLM), None),
-    f"config: got no head_dim, mrope_section, {SUMS} [16, 24, 24] does not sum to the 32 rotated pairs": (
-        text_of("qwen2_5_vl", hidden_size=4096), None,
-    ),
-    "mrope_section: got [12, 20, 20], want sizes that sum to 32 pairs": (
-        text_of("qwen3_vl_text", head_dim=64, rope_parameters={"mrope_section": [12, 20, 20]}), None,
-    ),
-    "config.hidden_size: got hidden_size 512 and n_embd 1024, two names of one field, want equal values": (
-        text_of("gptj", n_embd=1024, hidden_size=512), None,
-    ),
-    "num_key_value_heads: got 12, want 24 as for num_attention_heads": (
-        text_of("gemma4_vision", num_attention_heads=24), None,
-    ),
+    "head_dim: got none in the config, want head_dim, or hidden_size and num_attention_heads":
+        {**LLAMA, "num_attention_heads": None},
+    "config.head_dim: got null, want a number; the default is 128": {**LLAMA, "model_type": "qwen3", "head_dim": None},
+    f"config.{ODD}": {**LLAMA, **SIZES},
+    f"config.thinker_config.text_config.{ODD}": text_of("qwen3_omni_moe", thinker_config={"text_config": SIZES}),
+    f"config.text_config: got no head_dim, partial_rotary_factor, mrope_section, {SUMS} [8, 12, 12] {PAIRS}":
+        text_of("glm4v"),
+    f"config.text_config: got no mrope_section, {SUMS} [8, 12, 12] {PAIRS}": text_of("glm4v", text_config=GLM),
+    f"config: got no head_dim, mrope_section, {SUMS} [16, 24, 24] does not sum to the 32 rotated pairs":
+        text_of("qwen2_5_vl", hidden_size=4096),
+    "mrope_section: got [12, 20, 20], want sizes that sum to 32 pairs":
+        text_of("qwen3_vl_text", head_dim=64, rope_parameters={"mrope_section": [12, 20, 20]}),
+    "config.hidden_size: got hidden_size 512 and n_embd 1024, two names of one field, want equal values":
+        text_of("gptj", n_embd=1024, hidden_size=512),
+    "num_key_value_heads: got 12, want 24 as for num_attention_heads": text_of("gemma4_vision", num_attention_heads=24),
     # Model types.
     "model_type: got the unknown type 'internlm9' and a config without head_dim, theta, rotary_dim, pairing, want them "
-    "as arguments: Rotary.from_hf_config(config, head_dim=…, theta=…, rotary_dim=…, pairing=…)": (INTERNLM, None),
-    "model_type: got the unknown type 'internlm9' and a config without rotary_dim, pairing, want...": (
-        {**INTERNLM, "head_dim": 64, "rope_theta": 1e6}, None,
-    ),
-    "model_type: got the unknown type ''...": ({"head_dim": 64}, None),
-    "model_type: got the unknown type 'my_vision' and a config without allocation, want them as arguments...": (
-        text_of("my_vision", **UNKNOWN, rope_parameters={"rope_type": "axial"}), None,
-    ),
-    "model_type: got 'nanochat', want another: it rotates in the opposite direction": (text_of("nanochat"), None),
+    "as arguments: Rotary.from_hf_config(config, head_dim=…, theta=…, rotary_dim=…, pairing=…)": INTERNLM,
+    "model_type: got the unknown type 'internlm9' and a config without rotary_dim, pairing, want...":
+        {**INTERNLM, "head_dim": 64, "rope_theta": 1e6},
+    "model_type: got the unknown type ''...": {"head_dim": 64},
+    "model_type: got the unknown type 'my_vision' and a config without allocation, want them as arguments...":
+        text_of("my_vision", **UNKNOWN, rope_parameters={"rope_type": "axial"}),
+    "model_type: got 'nanochat', want another: it rotates in the opposite direction": text_of("nanochat"),
     "config: got the config of a whole 'blt', want one of its decoder_config, encoder_config, global_config, "
-    "patcher_config": (text_of("blt"), None),
-    "config.text_config: got none, want the config of the language model, or {} for the defaults of its class...": (
-        text_of("gemma3", vision_config={}), None,
-    ),
+    "patcher_config": text_of("blt"),
+    "config.text_config: got none, want the config of the language model, or {} for the defaults of its class...":
+        text_of("gemma3", vision_config={}),
     # Rope types and their fields.
-    f"{ABF}...": ({**LLAMA, "rope_scaling": {"type": "abf"}}, None),
+    f"{ABF}...": {**LLAMA, "rope_scaling": {"type": "abf"}},
     **{
-        f"rope_parameters.{name}: got none, want a value for rope_type {rope['type']!r}": (
-            {**LLAMA, "max_position_embeddings": 8192, "rope_scaling": rope}, None,
-        )
+        f"rope_parameters.{name}: got none, want a value for rope_type {rope['type']!r}":
+            {**LLAMA, "max_position_embeddings": 8192, "rope_scaling": rope}
         for rope, name in (
             ({"type": "linear"}, "factor"),
             ({"type": "dynamic"}, "factor"),
@@ -222,73 +207,57 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
             ({"type": "longrope", "long_factor": [1.0] * 32}, "short_factor"),
         )
     },
-    "max_position_embeddings: got none in the config, want a number for rope_type 'dynamic'...": (
-        text_of("internlm9", **UNKNOWN, rope_scaling={"type": "dynamic", "factor": 2.0}), None,
-    ),
+    "max_position_embeddings: got none in the config, want a number for rope_type 'dynamic'...":
+        text_of("internlm9", **UNKNOWN, rope_scaling={"type": "dynamic", "factor": 2.0}),
     "rope_parameters: got 'longrope' with short_mscale 1.0 and long_mscale 1.25 for 'phimoe', want 'longrope' with "
-    "equal values": (
-        {**PHIMOE, "rope_scaling": {"type": "longrope", **ONES, "short_mscale": 1.0, "long_mscale": 1.25}}, None,
-    ),
-    "rope_parameters: got [1], want a mapping...": (text_of("llama", rope_parameters=[1]), None),
-    "rope_theta: got [10000.0, 1000000.0], want a finite number >= 1...": (
-        text_of("llama", rope_theta=[1e4, 1e6]), None,
-    ),
-    "partial_rotary_factor: got 'x', want a finite number >= 0...": (text_of("phi", partial_rotary_factor="x"), None),
-    "rotary_dim: got [64], want an integer...": (text_of("gptj", rotary_dim=[64]), None),
+    "equal values": {**PHIMOE, "rope_scaling": {"type": "longrope", **ONES, "short_mscale": 1.0, "long_mscale": 1.25}},
+    "rope_parameters: got [1], want a mapping...": text_of("llama", rope_parameters=[1]),
+    "rope_theta: got [10000.0, 1000000.0], want a finite number >= 1...": text_of("llama", rope_theta=[1e4, 1e6]),
+    "partial_rotary_factor: got 'x', want a finite number >= 0...": text_of("phi", partial_rotary_factor="x"),
+    "rotary_dim: got [64], want an integer...": text_of("gptj", rotary_dim=[64]),
     "config.text_config.partial_rotary_factor: got 0.5, which rotates 21 channels of head_dim 42 (the config has "
-    "none), want an even number of channels": (text_of("glm4v_moe", text_config={}, vision_config={}), None),
-    "rope_interleave: got 'no', want True or False": ({**DEEPSEEK, "rope_interleave": "no"}, None),
+    "none), want an even number of channels": text_of("glm4v_moe", text_config={}, vision_config={}),
+    "rope_interleave: got 'no', want True or False": {**DEEPSEEK, "rope_interleave": "no"},
     # Layers.
-    f"layer_type: got None, {TYPES}": (text_of("gemma3_text", rope_parameters=GEMMA_3_ROPES), None),
-    f"layer_type: got 'sliding', {TYPES}": (text_of("gemma3_text", rope_parameters=GEMMA_3_ROPES), "sliding"),
-    f"layer_type: got 'chunked_attention', {TYPES}": (QWEN_2, "chunked_attention"),
-    "layer_type: got 'full_attention', want None: all layers rotate alike": (LLAMA, "full_attention"),
-    "layer_type: got 'full_attention', want one of 'sliding_attention'": (text_of("beam"), "full_attention"),
-    "layer_types: got 'full_attention', want a list of names...": (
-        text_of("llama", layer_types="full_attention"), None,
-    ),
-    f"rope_theta: got 1000000.0 for all layers of 'zaya', {FOR_EACH}...": (text_of("zaya", rope_theta=1e6), "hybrid"),
-    "rope_scaling: got {'type': 'linear', 'factor': 2.0} for all layers of 'zaya', want rope_parameters...": (
-        text_of("zaya", rope_scaling=LINEAR), "hybrid",
-    ),
-    "partial_rotary_factor: got 0.5 for all layers of 'mellum', want rope_parameters with an entry...": (
-        text_of("mellum", partial_rotary_factor=0.5), "full_attention",
-    ),
-    "rope_scaling.rope_type: got none for 'gemma3_text', want a rope type; 'type' is ignored...": (
-        text_of("gemma3_text", rope_scaling=LINEAR), "full_attention",
-    ),
-    "truncate: got False for a layer type, where Transformers ignores it, want none...": (
-        text_of("gemma3_text", rope_scaling={"rope_type": "yarn", "factor": 2.0, "truncate": False}), "full_attention",
-    ),
-    "rope_scaling: got a value for 'cohere2_moe'...": (text_of("cohere2_moe", rope_scaling={"type": "default"}), None),
-    "rope_theta: got none in the config...": (
-        text_of("lfm3", rope_parameters={"hybrid": {"rope_type": "default"}}), "hybrid",
-    ),
-    "per_layer_config: got [1], want a mapping from layer index to fields...": (
-        text_of("llama", per_layer_config=[1]), None,
-    ),
-    "layer_rope_theta[0]: got 'x', want a finite number >= 0...": (
-        text_of("granite_swa", layer_rope_theta=["x"]), None,
-    ),
-    "layer_rope_theta must equal rope_theta 1000000.0 in rotated layers unless theta is passed, got 10000.0": (
-        GRANITE, None,
-    ),
-    "rope_scaling_layers: got [0, 2], want all 3 layers, or pass scaling...": (MOLMO, None),
-    "config.layer_types: got none, want the type of each layer...": (
-        text_of("gemma4_text", head_dim=64, per_layer_config={"01": {"head_dim": 32}}), "full_attention",
-    ),
+    f"layer_type: got None, {TYPES}": text_of("gemma3_text", rope_parameters=GEMMA_3_ROPES),
+    "layer_types: got 'full_attention', want a list of names...": text_of("llama", layer_types="full_attention"),
+    "rope_scaling: got a value for 'cohere2_moe'...": text_of("cohere2_moe", rope_scaling={"type": "default"}),
+    "per_layer_config: got [1], want a mapping from layer index to fields...": text_of("llama", per_layer_config=[1]),
+    "layer_rope_theta[0]: got 'x', want a finite number >= 0...": text_of("granite_swa", layer_rope_theta=["x"]),
+    "layer_rope_theta must equal rope_theta 1000000.0 in rotated layers unless theta is passed, got 10000.0": GRANITE,
+    "rope_scaling_layers: got [0, 2], want all 3 layers, or pass scaling...": MOLMO,
     **{
-        f"head_dim: got {got} in per_layer_config, want one value...": (
-            text_of("llama", per_layer_config={index: {"head_dim": own}}, head_dim=64), None,
-        )
+        f"head_dim: got {got} in per_layer_config, want one value...":
+            text_of("llama", per_layer_config={index: {"head_dim": own}}, head_dim=64)
         for index, own, got in (("0", 32, "32, 64"), ("1", 32, "64, 32"), ("0", [8], "[8], 64"))
     },
 }  # fmt: skip
 
+# The same for configs of a layer type.
+OF_LAYERS: dict[str, tuple[dict[str, Any], str]] = {
+    f"layer_type: got 'sliding', {TYPES}": (text_of("gemma3_text", rope_parameters=GEMMA_3_ROPES), "sliding"),
+    f"layer_type: got 'chunked_attention', {TYPES}": (QWEN_2, "chunked_attention"),
+    "layer_type: got 'full_attention', want None: all layers rotate alike": (LLAMA, "full_attention"),
+    "layer_type: got 'full_attention', want one of 'sliding_attention'": (text_of("beam"), "full_attention"),
+    f"rope_theta: got 1000000.0 for all layers of 'zaya', {FOR_EACH}...": (text_of("zaya", rope_theta=1e6), "hybrid"),
+    "rope_scaling: got {'type': 'linear', 'factor': 2.0} for all layers of 'zaya', want rope_parameters...":
+        (text_of("zaya", rope_scaling=LINEAR), "hybrid"),
+    "partial_rotary_factor: got 0.5 for all layers of 'mellum', want rope_parameters with an entry...":
+        (text_of("mellum", partial_rotary_factor=0.5), "full_attention"),
+    "rope_scaling.rope_type: got none for 'gemma3_text', want a rope type; 'type' is ignored...":
+        (text_of("gemma3_text", rope_scaling=LINEAR), "full_attention"),
+    "truncate: got False for a layer type, where Transformers ignores it, want none...":
+        (text_of("gemma3_text", rope_scaling={"rope_type": "yarn", "factor": 2, "truncate": False}), "full_attention"),
+    "rope_theta: got none in the config...":
+        (text_of("lfm3", rope_parameters={"hybrid": {"rope_type": "default"}}), "hybrid"),
+    "config.layer_types: got none, want the type of each layer...":
+        (text_of("gemma4_text", head_dim=64, per_layer_config={"01": {"head_dim": 32}}), "full_attention"),
+}  # fmt: skip
 
-@pytest.mark.parametrize("message", REFUSED)
+
+@pytest.mark.parametrize("message", [*REFUSED, *OF_LAYERS])
 def test_the_error_for_an_invalid_config_names_the_field(message: str) -> None:
-    config, layer_type = REFUSED[message]
+    config, layer_type = OF_LAYERS.get(message) or (REFUSED[message], None)
     with pytest.raises((InvalidInputError, UnsupportedError)) as caught:
         Rotary.from_hf_config(config, layer_type=layer_type)
     error, start = str(caught.value), message.removesuffix("...")

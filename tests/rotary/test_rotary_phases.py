@@ -7,13 +7,14 @@ import random
 from collections.abc import Sequence
 from fractions import Fraction
 
+import mpmath
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import exact, placed, settled
-from rotary_oracle import INT32_MAX, INT32_MIN, SCHEMES, VIEWS, Ids, packed, phases, table_of, turns_in_units
+from rotary_oracle import DIGITS, INT32_MAX, INT32_MIN, SCHEMES, VIEWS, Ids, packed, phases, table_of
 from tolerance import EXACT, assert_within, cos_sin, unit
 
 import mmpos.rotary
@@ -83,20 +84,6 @@ def test_exact_cos_and_sin_are_within_2e_7_for_every_id(theta: float, kind: str)
     assert_within((cos, sin), (np.cos(truth), np.sin(truth)), EXACT)
 
 
-def turn_errors(ids: Ids, rotary: Rotary) -> list[Fraction]:
-    """Return the signed errors of all turns in units of 2⁻³² turn."""
-    words, pair_axis = frequencies_of(rotary)
-    table = ids_on(table_of(ids), rotary, torch.device("cpu")).tensor
-    computed = turns(fixed_positions(table, TABLE_FRACTIONAL, len(ids)), pair_axis.to(torch.int64), words)
-    assert int(computed.min()) >= 0
-    assert int(computed.max()) < TURN
-    return [
-        (turn - true + TURN // 2) % TURN - TURN // 2
-        for row, truth in zip(computed.tolist(), turns_in_units(ids, rotary), strict=True)
-        for turn, true in zip(row, truth, strict=True)
-    ]
-
-
 @settled
 @given(
     numerator=st.integers(INT32_MIN * INT32_MAX, INT32_MAX * INT32_MAX),
@@ -118,8 +105,15 @@ def test_turns_of_any_id_and_frequency_are_within_their_bound(
     if not INT32_MIN <= position <= INT32_MAX:
         position %= INT32_MAX
     rotary = Rotary(2, axes=1, inv_freq=[inv_freq])
+    words, pair_axis = frequencies_of(rotary)
+    table = ids_on(table_of([[position]]), rotary, torch.device("cpu")).tensor
+    computed = int(turns(fixed_positions(table, TABLE_FRACTIONAL, 1), pair_axis.to(torch.int64), words))
+    with mpmath.workdps(2 * DIGITS):
+        frequency = int(mpmath.nint(mpmath.mpf(inv_freq) / (2 * mpmath.pi) * 2**200))  # in units of 2⁻²⁰⁰ turn
+    error = (computed - position * frequency / 2**168 + TURN // 2) % TURN - TURN // 2
+    assert 0 <= computed < TURN
     # Rounding the fraction down loses up to one unit, and the frequency multiplies this error.
-    assert abs(turn_errors([[position]], rotary)[0]) <= 3.25 + abs(inv_freq) / (2 * math.pi)
+    assert abs(error) <= 3.25 + abs(inv_freq) / (2 * math.pi)
 
 
 def test_the_polynomials_are_within_1_2e_7_in_every_octant_and_at_the_borders() -> None:
@@ -177,10 +171,9 @@ def test_tables_expand_to_the_floors_of_their_rational_ids(table: PositionTable)
 
 
 def test_dense_ids_are_converted_to_fixed_point() -> None:
-    whole = torch.tensor([EDGES], dtype=torch.int64)
-    assert fixed_positions(whole, DENSE_INTEGER, 0).tolist() == floors(column(EDGES))
-    narrow = whole.to(torch.int32)
-    assert fixed_positions(narrow, DENSE_INTEGER, 0).tolist() == floors(column(EDGES))
+    for dtype in (torch.int32, torch.int64):
+        whole = torch.tensor([EDGES], dtype=dtype)
+        assert fixed_positions(whole, DENSE_INTEGER, 0).tolist() == floors(column(EDGES))
     values = [*map(float, EDGES), 0.5, -0.5, 1 / 3, -1 / 3, -1e-20, 1e-20, INT32_MAX + 0.75, 2.0**-33, -(2.0**-33)]
     fixed = fixed_from_float(torch.tensor([values], dtype=torch.float64))
     # Just below zero, ids − ⌊ids⌋ rounds to 1, so −1e-20 becomes 0 instead of −2⁻³².
@@ -189,18 +182,13 @@ def test_dense_ids_are_converted_to_fixed_point() -> None:
     assert fixed_positions(fixed, DENSE_FIXED, 0) is fixed
 
 
-def as_transformers(ids: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Compute (tokens, pairs) float32 angles as Transformers does: inv_freq[:, None] @ ids[None], transposed."""
-    return (inv_freq[None, :, None].float() @ ids[None, None, :].float()).transpose(1, 2)[0]
-
-
 @pytest.mark.parametrize("theta", THETAS)
 def test_angles_with_hf_precision_are_bit_equal_to_those_of_transformers(theta: float) -> None:
     rotary = Rotary(128, theta=theta, axes=1, precision="hf")
     inv_freq = 1.0 / (theta ** (torch.arange(0, 128, 2, dtype=torch.int64).float() / 128))
     assert torch.equal(frequencies_of(rotary)[0], inv_freq)
     ids = torch.tensor([*EDGES, *random_ids(200, 8)])
-    angles = as_transformers(ids, inv_freq)
+    angles = (inv_freq[None, :, None] @ ids[None, None, :].float()).transpose(1, 2)[0]  # as Transformers does
     assert torch.equal(as_float(ids << 32)[:, None] * inv_freq, angles)
     cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
     # torch's float32 cos and sin differ between vectorized elements and the remainder.
@@ -212,7 +200,7 @@ def test_float32_angles_have_the_published_errors_and_turns_are_exact(last: int,
     rotary = Rotary(128, axes=1)
     ids = torch.arange(last, max(0, last - 20_000), -7)
     truth = ids.double()[:, None] * torch.tensor(rotary.inv_freq_array)  # within 1e-9
-    worst = float((ids.float()[:, None] * torch.tensor(rotary.inv_freq_float32) - truth).abs().max())
+    worst = float((ids.float()[:, None] * torch.tensor(rotary.inv_freq_array).float() - truth).abs().max())
     assert worst == pytest.approx(published, rel=0.2)
     cos, sin = mmpos.rotary.cos_sin(rotary, ids[None])
     error = torch.atan2(sin.double(), cos.double()) - truth

@@ -1,4 +1,4 @@
-"""Tables of cos, sin and angles: with them, the formulas of models and engines reproduce our rotation."""
+"""Tables of cos, sin and angles, with which formulas of models and engines reproduce our rotation; peers' rotations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rotary_oracle import BY_HEAD, ids_of, normal, packed, phases_by_head
-from tolerance import assert_within, cos_sin, rotations
+from tolerance import FREQUENCY, assert_within, cos_sin, rotations
 from torch import Tensor
 
 import mmpos.rotary
@@ -112,19 +112,6 @@ def test_formulas_of_models_with_our_tables_reproduce_our_rotation(formula: Any,
         assert_within(got, want, rotations(want, off))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["blt", "cohere", "ernie4_5", "glm", "helium", "llama", "moonshine"])
-def test_functions_in_transformers_accept_our_cos_and_sin(model: str) -> None:
-    rotate = import_module(f"transformers.models.{model}.modeling_{model}").apply_rotary_pos_emb
-    rotary, q = Rotary(head_dim=16, pairing="half" if model == "llama" else "adjacent"), normal(2, 8, 3, 16)
-    cos, sin = tables(rotary, EQUAL, "transformers")
-    if model in ("ernie4_5", "glm", "helium", "moonshine"):  # they repeat each pair themselves
-        cos, sin = (torch.cat((x, x), dim=-1) for x in tables(rotary, EQUAL))
-    got, _ = rotate(q.transpose(1, 2), q.transpose(1, 2), cos, sin)
-    want, _ = apply_rotary(q, None, EQUAL, rotary)
-    assert_within(got.transpose(1, 2), want, rotations(want))
-
-
 @pytest.mark.parametrize("name", ["two heads per axis", "an unrotated head", "scaled", "own frequencies"])
 def test_tables_of_cos_and_sin_have_a_kv_head_dimension(name: str) -> None:
     rotary, video = BY_HEAD[name], packed("videorope", 70_000).slice(5, 14)
@@ -136,3 +123,66 @@ def test_tables_of_cos_and_sin_have_a_kv_head_dimension(name: str) -> None:
     batch = torch.arange(3 * 8).view(1, 2, 12).expand(3, 2, 12)
     assert tables(rotary, batch, "transformers")[0].shape == (2, want.shape[1], 12, rotary.rotary_dim)
     assert tables(rotary, batch)[0].shape == (2, 12, *want.shape[1:])
+
+
+# Transformers and timm.
+
+
+def transformers(model: str, name: str, part: str = "modeling") -> Any:
+    pytest.importorskip("transformers")
+    return getattr(import_module(f"transformers.models.{model}.{part}_{model}"), name)
+
+
+MODELS = {
+    "llama": ("LlamaConfig", "LlamaRotaryEmbedding", {}),
+    "cohere": ("CohereConfig", "CohereRotaryEmbedding", {}),
+    "qwen2_vl": ("Qwen2VLTextConfig", "Qwen2VLRotaryEmbedding", {}),
+    "qwen3_vl": ("Qwen3VLTextConfig", "Qwen3VLTextRotaryEmbedding", {}),
+    "glm4v": ("Glm4vTextConfig", "Glm4vTextRotaryEmbedding", {"head_dim": 128, "partial_rotary_factor": 0.5}),
+}
+
+
+# test_hf_classes.py compares the scores of all classes, which do not depend on the order of channels.
+@pytest.mark.parametrize("model", MODELS)
+def test_rotated_channels_agree_with_transformers(model: str) -> None:
+    config, module, arguments = MODELS[model]
+    hf_config = transformers(model, config, "configuration")(**arguments)
+    axes = 1 if model in ("llama", "cohere") else 3
+    rotary = Rotary.from_hf_config(hf_config, precision="hf", axes=axes)
+    documents: list[list[Text | Grid]] = [
+        [Text(3), Grid(2, 3, frames=2), Text(2), Grid(3, 2), Text(4)],
+        [Text(5), Grid(4, 4), Text(1), Text(5)],
+    ]
+    positions = place(SegmentTable.from_documents(documents), "flatten" if axes == 1 else "mrope").pad()
+    ids = torch.from_numpy(positions.dense(dtype="int64")).reshape(axes, 2, -1)
+    q, k = (normal(2, heads, ids.shape[2], rotary.head_dim) for heads in (4, 2))
+    cos, sin = transformers(model, module)(hf_config)(q, ids[0] if axes == 1 else ids)
+    theirs = transformers(model, "apply_rotary_pos_emb")(q, k, cos, sin)
+    for form in (positions, ids):
+        ours: Any = apply_rotary(q, k, form, rotary, layout="bhsd")
+        assert_within(ours, theirs, [rotations(x, cos_sin()) for x in theirs])
+
+
+@pytest.mark.parametrize(("pairing", "half"), [("adjacent", False), ("half", True)])
+def test_axial_rotations_agree_with_timm(pairing: Any, half: bool) -> None:
+    timm = pytest.importorskip("timm.layers.pos_embed_sincos")
+    rotary = Rotary(head_dim=64, allocation="axial", pairing=pairing, precision="hf")
+    positions = place(SegmentTable.from_documents([[Grid(5, 7)]]), "grid-2d")
+    q = normal(1, 35, 4, 64)
+    embedding = timm.RotaryEmbeddingCat(64, in_pixels=False, rotate_half=half).get_embed([5, 7])
+    theirs = timm.apply_rot_embed_cat(q.transpose(1, 2), embedding, half=half).transpose(1, 2)
+    got, _ = apply_rotary(q, None, positions, rotary)
+    assert_within(got, theirs, rotations(theirs, cos_sin(6.0, FREQUENCY + 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["blt", "cohere", "ernie4_5", "glm", "helium", "llama", "moonshine"])
+def test_functions_in_transformers_accept_our_cos_and_sin(model: str) -> None:
+    rotate = transformers(model, "apply_rotary_pos_emb")
+    rotary, q = Rotary(head_dim=16, pairing="half" if model == "llama" else "adjacent"), normal(2, 8, 3, 16)
+    cos, sin = tables(rotary, EQUAL, "transformers")
+    if model in ("ernie4_5", "glm", "helium", "moonshine"):  # they repeat each pair themselves
+        cos, sin = (torch.cat((x, x), dim=-1) for x in tables(rotary, EQUAL))
+    got, _ = rotate(q.transpose(1, 2), q.transpose(1, 2), cos, sin)
+    want, _ = apply_rotary(q, None, EQUAL, rotary)
+    assert_within(got.transpose(1, 2), want, rotations(want))

@@ -14,8 +14,9 @@ import torch
 from layouts import FRAME_RATES, IMAGE, VIDEO, Array, Layout, rope_index
 from oracle import exact, placed
 from refusals import assert_refused
+from scheme_properties import is_symmetric
 
-from mmpos import Grid, InvalidInputError, Placeholders, Scheme, SegmentTable, Text, place
+from mmpos import Grid, InvalidInputError, Placeholders, SegmentTable, Text, place
 from mmpos.schemes import Grid2D, MRopeQwen25, MRopeTransformers, RopeTieV2
 
 
@@ -114,14 +115,11 @@ def test_frames_shorter_than_a_second_have_distinct_ids() -> None:
 
 
 def test_floored_ids_are_asymmetric_if_exactly_one_side_is_odd() -> None:
-    def symmetric(scheme: Scheme, height: int, width: int) -> bool:
-        ids = exact(placed([Text(4), Grid(height, width), Text(1)], scheme))
-        return all(ids[4][axis] - 3 == ids[-1][axis] - ids[-2][axis] for axis in (0, 1))
-
     for height, width in np.ndindex(6, 6):
-        sides = height + 1, width + 1
-        assert symmetric(RopeTieV2(), *sides)
-        assert symmetric(RopeTieV2(rounding="floor"), *sides) == (sum(sides) % 2 == 0)
+        grid = Grid(height + 1, width + 1)
+        assert is_symmetric(RopeTieV2(), [grid], before=4, start=0)
+        floored = is_symmetric(RopeTieV2(rounding="floor"), [grid], before=4, start=0)
+        assert floored == ((height + width) % 2 == 0)
 
 
 def test_bfloat16_changes_fractional_ids_but_tables_are_integers() -> None:
@@ -159,9 +157,8 @@ LEGAL: dict[str, tuple[str, Layout, list[list[int]]]] = {
         "qwen2_vl", Layout(np.array([[1, VIDEO, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2], [1, 2, 2]]),
         [[0, 1, 2, 2, 3], [0, 1, 1, 2, 3], [0, 1, 1, 2, 3]],
     ),
-    "frames without timestamps": (
-        "qwen3_vl", Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True), [[0, 1, 2, 3]] * 3,
-    ),
+    "frames without timestamps":
+        ("qwen3_vl", Layout(np.array([[1, VIDEO, VIDEO, 2]]), videos=[[2, 2, 2]], apart=True), [[0, 1, 2, 3]] * 3),
 }  # fmt: skip
 
 
@@ -181,19 +178,15 @@ SQUARE, TIMES = [[1, 2, 2]], "seconds_per_frame"
 # What mmpos's error names, Transformers' first-axis ids or its error, the ids, and the rest of the layout.
 ILLEGAL: dict[str, tuple[str, list[int] | type[Exception], list[Any], dict[str, Any]]] = {
     "a surplus grid": ("image_grid_thw[1]", [0, 1, 2], [1, IMAGE, 2], {"images": SQUARE * 2}),
-    "runs of wrong lengths with the right sum": (
-        "image_grid_thw[0]", [0, 1, 1, 1, 4, 5], [1, IMAGE, 2, *[IMAGE] * 3], {"images": [[1, 2, 6], [1, 2, 2]]},
-    ),
+    "runs of wrong lengths with the right sum":
+        ("image_grid_thw[0]", [0, 1, 1, 1, 4, 5], [1, IMAGE, 2, *[IMAGE] * 3], {"images": [[1, 2, 6], [1, 2, 2]]}),
     "indivisible sides": ("image_grid_thw[0]", [0, 1, 2], [1, IMAGE, 2], {"images": [[1, 3, 2]]}),
     "a hole in the mask": ("attention_mask[0]", [0, 0, 1, 2], [1, 3, 3, 2], {"attention_mask": [1, 0, 1, 1]}),
-    "a hole in an image": (
-        "attention_mask[0]", [0, 1, 0, 2], [1, IMAGE, IMAGE, 2], {"attention_mask": [1, 1, 0, 1], "images": SQUARE},
-    ),
+    "a hole in an image":
+        ("attention_mask[0]", [0, 1, 0, 2], [1, IMAGE, IMAGE, 2], {"attention_mask": [1, 1, 0, 1], "images": SQUARE}),
     "a mask with other values": ("attention_mask", [0, 0, 1, 2], [1, 3, 3, 2], {"attention_mask": [0, 2, 1, 1]}),
     "more times than videos": (TIMES, [0, 1, 2], [1, VIDEO, 2], {"videos": SQUARE, "seconds": [1.0, 2.0]}),
-    "a negative time": (
-        f"{TIMES}[0]", [0, 1, -1, 2], [1, VIDEO, VIDEO, 2], {"videos": [[2, 2, 2]], "seconds": [-1.0]},
-    ),
+    "a negative time": (f"{TIMES}[0]", [0, 1, -1, 2], [1, VIDEO, VIDEO, 2], {"videos": [[2, 2, 2]], "seconds": [-1.0]}),
     "a time of NaN": (
         f"{TIMES}[0]", [0, *(1 + number for number in NO_NUMBERS), 2], [1, VIDEO, VIDEO, 2],
         {"videos": [[2, 2, 2]], "seconds": [float("nan")]},
@@ -202,9 +195,7 @@ ILLEGAL: dict[str, tuple[str, list[int] | type[Exception], list[Any], dict[str, 
     "no grids": ("image_grid_thw", TypeError, [1, IMAGE, 2], {}),
     "a run longer than its grid": ("image_grid_thw", RuntimeError, [1, *[IMAGE] * 3, 2], {"images": [[1, 2, 4]]}),
     "a row without tokens": ("attention_mask[1]", ValueError, [[1, 2]] * 2, {"attention_mask": [[1, 1], [0, 0]]}),
-    "a missing time": (
-        TIMES, StopIteration, [1, VIDEO, 2, VIDEO], {"videos": SQUARE * 2, "seconds": [1.0]},
-    ),
+    "a missing time": (TIMES, StopIteration, [1, VIDEO, 2, VIDEO], {"videos": SQUARE * 2, "seconds": [1.0]}),
 }  # fmt: skip
 
 

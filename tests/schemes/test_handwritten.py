@@ -19,9 +19,8 @@ HALF, ALMOST = Fraction(1, 2), Fraction(2**31 - 1, 2**31 - 2)
 
 # One line per axis.
 LAYOUTS: dict[str, tuple[Any, ...]] = {
-    "lumina2 of ERNIE-Image from 1": (
-        Lumina2(first=1, image_first=True), [Grid(2, 1), Text(3)], ["4 4 | 1 2 3", "0 1 | 0 0 0", "0 0 0 0 0"],
-    ),
+    "lumina2 of ERNIE-Image from 1":
+        (Lumina2(first=1, image_first=True), [Grid(2, 1), Text(3)], ["4 4 | 1 2 3", "0 1 | 0 0 0", "0 0 0 0 0"]),
     "wan with keyframes": (
         "wan", [Grid(1, 2, frames=3), Grid(2, 1, first_frame=0), Grid(1, 1, frames=2, first_frame=2)],
         ["0 0 1 1 2 2 | 0 0 | 2 3", "0 0 0 0 0 0 | 0 1 | 0 0", "0 1 0 1 0 1 | 0 0 | 0 0"],
@@ -74,9 +73,8 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
         Grid2D("merged", 1, first=1), [Text(1), Text(1), Grid(2, 2), Grid(1, 2), Text(1)],
         ["0 | 0 | 1 1 2 2 | 1 1 | 0", "0 | 0 | 1 2 1 2 | 1 2 | 0"],
     ),
-    "mrope-qwen2.5 just before a second": (
-        "mrope-qwen2.5", [Grid(1, 1, frames=2, seconds_per_frame=1 - Fraction(1, 10**9))], ["0 1", "0 0", "0 0"], 2,
-    ),
+    "mrope-qwen2.5 just before a second":
+        ("mrope-qwen2.5", [Grid(1, 1, frames=2, seconds_per_frame=1 - Fraction(1, 10**9))], ["0 1", "0 0", "0 0"], 2),
     "mrope-qwen2.5 with a rate that cancels": (  # before limits are checked
         MRopeQwen25(tokens_per_second=1 / ALMOST),
         [Grid(1, 1, frames=9, seconds_per_frame=ALMOST)],

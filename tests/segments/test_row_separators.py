@@ -16,16 +16,20 @@ from test_data_collate import by_loops, dense
 from mmpos import (
     ByteTokenizer,
     Grid,
+    ImageProcessor,
+    ImageSize,
     InvalidInputError,
     Markers,
     SegmentTable,
     SequenceBuilder,
     Text,
     UnsupportedError,
+    from_hf_config,
 )
 from mmpos.data.collate import PackedCollator, PaddedCollator
 from mmpos.data.examples import Document, Example, Location, Piece, Preprocess
 from mmpos.data.packing import Packer
+from mmpos.integrations.hf import MMPosProcessor
 from mmpos.segments import Audio, Placeholders
 from mmpos.segments.kinds import AUDIO, CLIP, GRID, THUMBNAIL
 from mmpos.segments.table import separator_tokens, token_types
@@ -186,8 +190,7 @@ def test_rows_are_read_back_from_their_ids(ends: Any, separators: Any, documents
     builder = SequenceBuilder(scheme="flatten", markers=Markers(begin, end, 256, row, last_row))
     for document in documents:
         sequence = builder.build([[7] * part if isinstance(part, int) else Grid(*part) for part in document])
-        placeholders = Placeholders(256, rows=(row, last_row or row))
-        table = SegmentTable.from_input_ids(sequence.input_ids, placeholders, sequence.grid_thw)
+        table = SegmentTable.from_input_ids(sequence.input_ids, builder.marker_ids.placeholders, sequence.grid_thw)
         np.testing.assert_array_equal(table.extents, sequence.segments.extents)
         np.testing.assert_array_equal(table.row_separator, sequence.segments.row_separator)
 
@@ -209,3 +212,49 @@ def test_images_without_markers_have_no_labels_and_can_be_cut_and_packed() -> No
         [97, 98, IMG, IMG, LAST],
         [IMG, LAST, 99, 100],
     ]
+
+
+# Transformers' PixtralProcessor, whose ids are 5 for a patch, 6 after a row and 7 after the last row.
+
+SIZES = [(16, 16), (16, 64), (48, 16), (32, 48), (64, 64)]
+TEXTS = ["What is [IMG] this?", "[IMG][IMG]", "A cat", "[IMG] a cup [IMG]"]
+
+
+@pytest.mark.parametrize("merge", [1, 2])
+def test_input_ids_equal_those_of_pixtral_and_are_parsed(merge: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    from chat_tokenizer import chat_tokenizer  # requires tokenizers
+
+    tokenizer = chat_tokenizer(PIXTRAL_NAMES)
+    sizes = [(merge * height, merge * width) for height, width in SIZES]
+    photos = [np.zeros((*size, 3), np.uint8) for size in sizes]
+    images = transformers.PixtralImageProcessor(patch_size=16 * merge, size={"longest_edge": 1024})
+    theirs = transformers.PixtralProcessor(images, tokenizer, patch_size=16, spatial_merge_size=merge)
+    want = theirs([photos[:1], photos[1:3], [], photos[3:]], TEXTS, padding=True, return_tensors="np")
+
+    ours = ImageProcessor("pillow", patch_size=16, spatial_merge_size=merge, min_pixels=0)
+    processor = MMPosProcessor(tokenizer, ours, "flatten", PIXTRAL.markers)
+    got = processor([ImageSize(*size) for size in sizes], TEXTS, padding=True, return_tensors="np")
+    for key in ("input_ids", "attention_mask"):
+        np.testing.assert_array_equal(got[key], want[key])
+    np.testing.assert_array_equal(got["image_grid_thw"][:, 1:], want["image_sizes"] // 16)
+    positions = processor.positions(want["input_ids"], got["image_grid_thw"], want["attention_mask"])
+    np.testing.assert_array_equal(positions.dense().reshape(1, *want["input_ids"].shape), got["mm_position_ids"])
+
+    builder = SequenceBuilder(tokenizer, ours, "flatten", PIXTRAL.markers)
+    (expected,) = theirs(photos[:1], TEXTS[:1], add_special_tokens=False)["input_ids"].tolist()
+    sequence = builder.build(["What is ", ImageSize(*sizes[0]), " this?"])
+    assert sequence.input_ids.tolist() == expected
+    segments = SegmentTable.from_input_ids(expected, Placeholders(image=5, rows=(6, 7)), sequence.grid_thw)
+    np.testing.assert_array_equal(segments.extents, sequence.segments.extents)
+
+
+@pytest.mark.parametrize("model", ["Mistral3Config", "LlavaConfig"])
+def test_settings_read_from_a_config_include_pixtrals_row_markers(model: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    text, vision = transformers.MistralConfig(), transformers.PixtralVisionConfig()
+    config = getattr(transformers, model)(text_config=text, vision_config=vision, image_token_index=5)
+    settings = from_hf_config(config)
+    assert settings.markers == Markers(None, None, 5, "[IMG_BREAK]", "[IMG_END]")
+    sides, rows = np.array([1, 2, 3]) * [1, *[settings.spatial_merge_size] * 2], [5, 5, 5, 6, 5, 5, 5, 7]
+    assert settings.segments(rows, [sides], rows=(6, 7)).extents.T.tolist() == [[1, 2, 3]]

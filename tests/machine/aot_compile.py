@@ -1,6 +1,6 @@
 """Compile the rotary kernels as calls launch them, for GPUs that may be absent, and print counts as JSON.
 
-test_kernels_compiled.py runs it in a process without the interpreter: ``python aot_compile.py "norm after, sm_90"``.
+test_compiled_kernels.py runs it in a process without the interpreter: ``python aot_compile.py one``.
 """
 
 from __future__ import annotations
@@ -11,23 +11,59 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+import launches
 import triton
-from torch import Tensor
+from launches import KINDS, Launch, Scene
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mmpos import PositionTable, SegmentTable, Text, place
-from mmpos.rotary import Cache, Norm, Rotary, apply_rotary, rerotate, rotate_and_store
 from mmpos.rotary.kernel import tiling
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def full(kind: str = "rotate", turning: str = "interleaved", **options: Any) -> Launch:
+    """Describe a launch of 4096 tokens or the given number, with 32 heads of q and 8 of k."""
+    layer = "by head" if turning in ("by head", "own frequencies") else "7B"
+    return Launch(kind, **{"tokens": 4096, "turning": turning, "layer": layer, **options})
+
+
+ADJACENT, OWN = {"turning": "adjacent"}, {"turning": "own frequencies"}
+FRACTIONS, PARTIAL = {"form": "fractions"}, {"turning": "half of a head"}
+NORM: dict[str, Any] = {"norm": "qk"}
+SETS: Mapping[str, list[tuple[str, Launch]]] = {
+    "one": [("sm_90", full(**NORM))],
+    # 16-bit heads are loaded and stored exclusively in pieces of 16 bytes.
+    "wide": [
+        ("sm_90", full()), ("sm_100", full(**FRACTIONS)), ("sm_80", full(form="int64", **ADJACENT)),
+        ("sm_90", full(form="float64")), ("sm_100", full(layer="vision", **ADJACENT)), ("sm_80", full(tokens=64)),
+        ("sm_90", full(turning="by head", **FRACTIONS)), ("sm_90", full(**OWN)),
+        ("sm_100", full("cached", **ADJACENT)),
+        ("sm_80", full(**NORM, **FRACTIONS)), ("sm_90", full(**NORM, after=True, layer="vision")),
+        ("sm_100", full(norm="q", tokens=64)), ("sm_80", full(**NORM, **OWN)),
+        ("sm_80", full("backward", **NORM)), ("sm_90", full("backward", **NORM, after=True, **ADJACENT)),
+        ("sm_100", full("backward", "by head", **NORM, **FRACTIONS)), ("sm_100", full("backward", **NORM, **OWN)),
+        ("sm_80", full("store")), ("sm_90", full("store", **NORM, **ADJACENT, return_k=True)),
+        ("sm_100", full("store", value_dim=64, tokens=64)),
+        ("sm_90", full("rerotate")), ("sm_80", full("rerotate", **FRACTIONS)), ("sm_90", full("rerotate", **OWN)),
+    ],
+    "narrow": [
+        ("sm_90", full(tokens=1, **PARTIAL, **FRACTIONS)), ("sm_80", full(**NORM, **PARTIAL)),
+        ("sm_100", full("backward", **NORM, **PARTIAL)), ("sm_90", full("store", **PARTIAL)),
+        ("sm_100", full("rerotate", **PARTIAL)),
+    ],
+    "fused": [("sm_80", full())],
+    "amd": [("gfx942", full("backward", **NORM, after=True)), ("gfx942", full("store", **NORM)),
+            ("gfx942", full("rerotate"))],
+}  # fmt: skip
+"""Architectures and launches."""
 
 
 def stand_in(arch: str) -> SimpleNamespace:
@@ -41,57 +77,18 @@ def stand_in(arch: str) -> SimpleNamespace:
     )
 
 
-def compiled(case: str, arch: str) -> Any:
-    """Return the last kernel launched by a bfloat16 call with 32 heads of q and 8 of k."""
-    words, kernels = set(case.replace(",", "").split()), []
+def compiled(arch: str, launch: Launch, fused: bool) -> Any:
+    """Return the last kernel that a launch compiles, with products and sums fused or not."""
+    kernels = []
 
-    def launch(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
-        options = {"num_warps": warps, "enable_fp_fusion": "fused" in words}
+    def compile_only(kernel: Any, grid: tuple[int, int], warps: int, *arguments: Any, **constants: Any) -> None:
+        options = {"num_warps": warps, "enable_fp_fusion": fused}
         kernels.append(kernel.warmup(*arguments, **constants, grid=grid, **options))
 
-    tiling.launch = launch
+    tiling.launch = compile_only
     driver.set_active(stand_in(arch))
-    call(words)
+    KINDS[launch.kind](Scene(launch))
     return kernels[-1]
-
-
-def call(words: set[str]) -> None:
-    """Make the call described by the words."""
-    tokens = 1 if "one-token" in words else 64 if "few-tokens" in words else 4096
-    dim, values = 80 if "head_dim-80" in words else 128, 64 if "other-values" in words else 128
-    scheme = "rope-tie-fractional" if words & {"fractional", "one-token"} else "rope-tie"
-    table = place(SegmentTable.from_documents([[Text(tokens)]]), scheme)
-    positions: PositionTable | Tensor = table
-    if words & {"dense", "dense-fixed"}:
-        positions = torch.zeros(2, tokens, dtype=torch.float64 if "dense-fixed" in words else torch.int64)
-    by_head: Any = {"allocation": "heads", "head_axes": [0, 1] * 4} if "by-head" in words else {}
-    if "own-frequencies" in words:
-        by_head = {"kv_heads": 8, "allocation": [0, 1] * (dim * 2)}
-    pairing: Any = "adjacent" if "adjacent" in words else "half"
-    rotary = Rotary(dim, rotary_dim=64 if "partial" in words else dim, axes=2, pairing=pairing, **by_head)
-    q, k, v = (heads(tokens, count, size) for count, size in ((32, dim), (8, dim), (8, values)))
-    weight = torch.ones(dim, dtype=torch.bfloat16) if words & {"norm", "backward", "of-q"} else None
-    norm = Norm(weight, None if "of-q" in words else weight, after="after" in words)
-    options: Any = {"norm": norm, "implementation": "triton"}
-    pages, slots = torch.zeros(256, 16, 8, dim, dtype=torch.bfloat16), torch.arange(tokens)
-    if "rerotate" in words:
-        start = torch.zeros(2, tokens, dtype=torch.int64) if "from-ids" in words else table
-        rerotate(pages, slots, start, table, rotary, implementation="triton")
-    elif "store" in words:
-        cache = Cache(pages, torch.zeros(256, 16, 8, values, dtype=torch.bfloat16), slots)
-        rotate_and_store(q, k, v, positions, rotary, cache, return_k="return-k" in words, **options)
-    elif "backward" in words:
-        out = apply_rotary(q.requires_grad_(), k.requires_grad_(), positions, rotary, **options)
-        assert weight is not None
-        torch.autograd.grad([x for x in out if x is not None], (q, k), [heads(tokens, n, dim) for n in (32, 8)])
-    else:
-        options["cos_sin"] = torch.ones(131072, dim, dtype=torch.bfloat16) if "cached-bfloat16" in words else None
-        apply_rotary(q, k, positions, rotary, **options)
-
-
-def heads(tokens: int, count: int, dim: int) -> Tensor:
-    """Return bfloat16 heads filled with zeros."""
-    return torch.zeros(tokens, count, dim, dtype=torch.bfloat16)
 
 
 def loops(ptx: str) -> list[str]:
@@ -140,9 +137,18 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def main(names: list[str]) -> dict[str, dict[str, int]]:
-    """Compile each case, such as "norm after, sm_90", and return its counts."""
-    return {name: facts(compiled(*name.rsplit(", ", 1))) for name in names}
+def main(names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Compile sets of launches, and return what identifies each and its counts."""
+    launches.LAYERS |= {"7B": (32, 8, 128), "by head": (32, 8, 128), "vision": (32, 8, 80)}
+    launches.BY_HEAD[:] = [0, 1] * 4
+    return {
+        name: [
+            {"case": f"{launch}, {arch}", "kernel": "norm" if launch.kind == "rotate" and launch.norm else launch.kind}
+            | facts(compiled(arch, launch, name == "fused"))
+            for arch, launch in SETS[name]
+        ]
+        for name in names
+    }
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_slow_and_excess_connections_are_closed_and_start_no_thread(
     monkeypatch.setattr(page, "MOST_CONNECTIONS", most)
     with shown() as port, ExitStack() as opened:
         before = threading.active_count()
-        connections = [opened.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(20)]
+        connections = [opened.enter_context(socket.create_connection(("127.0.0.1", port), 300)) for _ in range(20)]
         for connection in connections[::2]:
             connection.sendall(b"GET /livez HTTP/1.1\r\nX")
         assert all(map(ended, connections[: 20 if seconds < 600 else 8]))

@@ -35,7 +35,7 @@ _HELD = list[socket.socket]()
 
 
 def free_port() -> int:
-    """Reserve a port until this process ends: Linux gives it to nobody, and only servers, which reuse it, can bind it."""
+    """Reserve a port until this process ends: only servers, which reuse ports, can bind it."""
     _HELD.append(socket.socket())
     _HELD[-1].bind(("127.0.0.1", 0))
     _HELD[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,9 +14,8 @@ from typing import Any
 import grpc
 import pytest
 from certificates import make_certificate
-from grpc_calls import ending
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, KeptLogs
+from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, KeptLogs, ending
 from waiting import eventually
 
 from mmpos.client import Client, Tls

@@ -18,7 +18,7 @@ from certificates import make_certificate
 from grpc import aio
 from http2 import Connection
 from server_program import Start
-from serving import PLACE, SERVICE, KeptLogs, Serve, items, query, status_of
+from serving import PLACE, KeptLogs, Serve, items, query, status_of
 from waiting import eventually
 
 from mmpos.client import Client
@@ -98,7 +98,7 @@ def test_the_line_of_a_call_says_who_called_and_why_it_failed(serve: Serve) -> N
         server.place(request.SerializeToString(), metadata=named)
     list(server.stream(items("echo 1", "fail bug"), metadata=named))
     with Connection(server.address) as connection:
-        assert status_of(connection, f"{SERVICE}/Nothing", b"", (b"x-request-id", b"me")) == "UNIMPLEMENTED"
+        assert status_of(connection, f"{PLACE}Nothing", b"", (b"x-request-id", b"me")) == "UNIMPLEMENTED"
     answered, failed, bug, stream, unknown = logs.lines()
     for line in (answered, failed, stream, unknown):
         assert (line["event"], line["client"] or "127.0.0.1", line["request_id"]) == ("call", "127.0.0.1", "me")

@@ -1,4 +1,4 @@
-"""Test clients that break gRPC's rules or keep the server waiting: their calls end, and no other client has to wait."""
+"""Test clients that break gRPC's rules or keep the server waiting, from which no other suffers; health, reflection."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from grpc_calls import Stream, ending, refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from http2 import Connection, message
-from serving import CHECK, LARGE, PLACE, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
+from serving import CHECK, LARGE, PLACE, REFLECTION, STREAM, WATCH, KeptLogs, Serve, ending, query, refusal, status_of
 from waiting import bounded, eventually
 
+from mmpos.errors import InvalidInputError
+from mmpos.rpc.v1 import positions_pb2
 from mmpos_server import app, arrivals, listening, pulse
 from mmpos_server.config import load
+from mmpos_server.health import Health, describe
 from mmpos_server.testing import running
 
 REQUEST, LARGE_REQUEST = (message(query(name)) for name in ("echo 1", "large"))
@@ -34,7 +37,7 @@ def test_a_path_that_is_not_utf8_does_not_stop_the_server(serve: Serve) -> None:
     with Connection(address) as connection:
         for path in (b"/\xff", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"):
             assert status_of(connection, path, REQUEST) == "UNKNOWN"
-        statuses = [status_of(connection, path, REQUEST) for path in (f"{SERVICE}/None", b"", PLACE)]
+        statuses = [status_of(connection, path, REQUEST) for path in (f"{PLACE}None", b"", PLACE)]
         assert statuses == ["UNIMPLEMENTED", "UNIMPLEMENTED", "OK"]
 
 
@@ -251,7 +254,7 @@ def test_open_health_and_reflection_streams_are_limited(serve: Serve) -> None:
     health = health_pb2_grpc.HealthStub(server.channel)
     watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(32)]
     assert [next(watch).status for watch in watches] == [1] * 32
-    reflect: Stream = server.channel.stream_stream(REFLECTION)
+    reflect: Any = server.channel.stream_stream(REFLECTION)
     for call in (health.Watch(health_pb2.HealthCheckRequest()), reflect(iter([b""]))):
         assert (call.code().name, call.details().partition(":")[0]) == ("RESOURCE_EXHAUSTED", "watches")
     assert health.Check(health_pb2.HealthCheckRequest()).status == 1
@@ -295,3 +298,48 @@ def test_connections_are_limited_in_number_rest_and_age(
             else:
                 status_of(first, PLACE, REQUEST)
         assert first.closed()
+
+
+# Health and reflection from bytes to bytes
+
+NAME = positions_pb2.DESCRIPTOR.services_by_name["PositionService"].full_name
+SERVING, STOPPED, UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
+
+
+def asked(service: str) -> bytes:
+    return health_pb2.HealthCheckRequest(service=service).SerializeToString()
+
+
+@bounded
+async def test_checks_and_watchers_see_the_stop_and_one_that_leaves_takes_no_other_along() -> None:
+    own = Health([NAME])
+
+    async def seen(name: str) -> list[bytes]:
+        return [answer async for answer in own.watch(asked(name))]
+
+    watches = [asyncio.create_task(seen(name)) for name in ("", NAME, "unknown")]
+    await asyncio.sleep(0)
+    leaves = own.watch(asked(NAME))
+    assert await anext(leaves) == SERVING
+    await leaves.aclose()
+    assert [own.check(asked(name)) for name in ("", NAME)] == [SERVING, SERVING]
+    own.stop()
+    assert [own.check(asked(name)) for name in ("", NAME)] == [STOPPED, STOPPED]
+    assert await asyncio.gather(*watches) == [[SERVING, STOPPED], [SERVING, STOPPED], [UNKNOWN]]
+    assert await seen(NAME) == [STOPPED]
+
+
+def test_reflection_lists_the_services_and_describes_them() -> None:
+    answer = describe([NAME, "grpc.health.v1.Health"])
+
+    def answered(**query: str) -> Any:
+        (raw,) = answer(reflection_pb2.ServerReflectionRequest(**query).SerializeToString())
+        return reflection_pb2.ServerReflectionResponse.FromString(raw)
+
+    listed = answered(list_services="").list_services_response.service
+    assert [service.name for service in listed] == ["grpc.health.v1.Health", NAME]
+    files = answered(file_containing_symbol=NAME).file_descriptor_response.file_descriptor_proto
+    assert positions_pb2.DESCRIPTOR.serialized_pb in files
+    assert answered(file_by_filename="no such file").error_response.error_code == 5  # NOT_FOUND
+    with pytest.raises(InvalidInputError, match=r"^request: got 1027 bytes, want <= 1024$"):
+        answered(file_by_filename="x" * 1024)

@@ -17,7 +17,7 @@ from waiting import eventually, free_port
 
 from mmpos import SegmentTable, Text
 from mmpos.client import Client, PositionsQuery, Tls
-from mmpos.errors import MmposError, ServiceUnavailableError
+from mmpos.errors import ServiceUnavailableError
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
@@ -29,37 +29,24 @@ GAP = 2.5
 
 
 def test_restarting_a_single_server_loses_no_call() -> None:
-    listen, done, failed = Listen(port=free_port()), threading.Event(), []
-    address, answered = f"127.0.0.1:{listen.port}", {"sync": 0, "async": 0}
+    listen, done, answered = Listen(port=free_port()), threading.Event(), {"sync": 0, "async": 0}
 
     def load(kind: str) -> None:
-        try:
-            with open_client(kind, address, timeout=300) as client:
-                while not done.is_set():
-                    client.place(SEGMENTS)
-                    answered[kind] += 1
-        except MmposError as error:
-            failed.append((kind, error))
+        with open_client(kind, f"127.0.0.1:{listen.port}", timeout=300) as client:
+            while not done.is_set():
+                client.place(SEGMENTS)
+                answered[kind] += 1
 
-    threads = [threading.Thread(target=load, args=(kind,)) for kind in answered]
-
-    def answer(count: int) -> None:
-        """Serve until each kind of client has received this number of answers, or one has failed."""
+    with ThreadPoolExecutor(2) as threads:
         with running(listen=listen):
-            for thread in threads:
-                if not thread.is_alive() and count == 10:
-                    thread.start()
-            while min(answered.values()) < count and not failed:
-                time.sleep(0.01)
-            if count > 10:
-                done.set()
-                for thread in threads:
-                    thread.join()
-
-    answer(10)
-    time.sleep(GAP)
-    answer(max(answered.values()) + 10)
-    assert failed == []
+            loads = [threads.submit(load, kind) for kind in answered]
+            assert eventually(lambda: min(answered.values()) > 10)
+        time.sleep(GAP)
+        before = max(answered.values())
+        with running(listen=listen):
+            assert eventually(lambda: min(answered.values()) > before + 10)
+            done.set()
+            assert [load.result() for load in loads] == [None, None]
 
 
 def cause(address: str, tls: Tls | None = None) -> str:

@@ -48,12 +48,13 @@ def paced(kind: str, over: threading.Event, *pauses: float) -> Any:
 
     def source() -> Iterator[PositionsQuery]:
         for query, pause in zip(numbered(len(pauses)), pauses, strict=True):
-            over.wait(pause)
+            assert over.wait(pause) or pause < 300, "the stream has waited for its source"
             yield query
 
     async def async_source() -> AsyncIterator[PositionsQuery]:
         for query, pause in zip(numbered(len(pauses)), pauses, strict=True):
             await asyncio.sleep(pause)
+            assert pause < 300, "the stream has waited for its source"
             yield query
 
     return source() if kind == "sync" else async_source()
@@ -181,21 +182,28 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(("after", "reason"), [(0, "gone"), (4, "gone"), (2, "the server ended the stream")])
-def test_a_broken_stream_names_its_first_unanswered_item(kind: str, after: int, reason: str) -> None:
-    answered, results = list[int](), list[object]()
+def test_a_broken_stream_names_its_first_unanswered_item_even_while_its_source_waits(
+    kind: str, after: int, reason: str, waits: bool
+) -> None:
+    answered, results, over = list[int](), list[object](), threading.Event()
 
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         for response in islice(echo_stream(requests, context), after):
             answered.append(response.id)
             yield response
-        next(requests, None)  # the first that gets no answer
+        if not waits:
+            next(requests, None)  # the first that gets no answer
         if reason == "gone":
             context.abort(*UNAVAILABLE[:2])
 
+    source = paced(kind, over, *[0] * after, 300) if waits else numbered(30)
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        error = failure(lambda: results.extend(client.stream(numbered(30))))
-    assert error in [(ServiceUnavailableError, f"queries[{after}]: {reason}") for reason in (reason, BROKE)]
+        error = failure(lambda: results.extend(client.stream(source)))
+        over.set()
+    reasons = (reason,) if waits else (reason, BROKE)
+    assert error in [(ServiceUnavailableError, f"queries[{after}]: {reason}") for reason in reasons]
     assert_equal(results, [query.run() for query in numbered(after)])
     assert answered == [*range(after)]  # nothing is sent again
 
@@ -209,20 +217,6 @@ def test_a_stream_refused_by_an_overloaded_server_keeps_its_retry_time(kind: str
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client, busy as caught:
         list(client.stream(numbered(1)))
     assert caught.value.retry_after == 0.25
-
-
-@pytest.mark.parametrize("reason", ["gone", "the server ended the stream"])
-def test_a_stream_that_ends_while_its_source_waits_raises_at_once(kind: str, reason: str) -> None:
-    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
-        yield next(echo_stream(requests, context))
-        if reason == "gone":
-            context.abort(*UNAVAILABLE[:2])
-
-    over = threading.Event()
-    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        error = failure(lambda: list(client.stream(paced(kind, over, 0, 300))))
-        over.set()
-    assert error == (ServiceUnavailableError, f"queries[1]: {reason}")
 
 
 @pytest.mark.parametrize(("number", "got"), [(1, "id 1, want 0"), (0, "neither a result nor an error")])

@@ -95,9 +95,7 @@ def overfills(max_tokens: int, **options: bool) -> Packer:
 
 
 @pytest.mark.parametrize("split_text", [False, True])
-def test_packs_that_lose_tokens_or_are_too_long_are_not_timed(
-    split_text: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_that_lose_tokens_or_are_too_long_fail(split_text: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = list(mix(30))
     data._prove_packs(examples, 4096, split_text)
     for wrong, match in ((Forgets, "tokens lost, want"), (overfills, "want at most 4096")):
@@ -121,9 +119,7 @@ def test_load_turns_report_their_own_seconds_and_the_first_is_a_warm_up() -> Non
 @pytest.mark.parametrize(
     ("suite", "needs", "extra"), [("rotary", "torch", "all"), ("data", "torch", "data"), ("service", "grpc", "server")]
 )
-def test_a_suite_with_a_missing_library_names_the_pip_command(
-    suite: str, needs: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suite_names_the_pip_command(suite: str, needs: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, needs, None)
     monkeypatch.delitem(sys.modules, f"mmpos_bench.{suite}", raising=False)
     with pytest.raises(ImportError) as raised:

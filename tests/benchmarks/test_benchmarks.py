@@ -32,9 +32,7 @@ ONLY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", [pytest.param(suite, marks=ONLY.get(suite, ())) for suite in SUITES])
-def test_a_quick_suite_runs_every_path_with_the_recorded_contestants(
-    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_quick_suites_run_the_recorded_contestants(suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (settings := tmp_path / "mmpos.toml").write_text(PATIENT)
     monkeypatch.setattr("mmpos_bench.service.service", partial(service, "--config", str(settings)))
     report = run(suite, peers=True, quick=True)

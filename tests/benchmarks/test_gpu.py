@@ -168,7 +168,7 @@ def test_a_worker_whose_context_is_lost_is_replaced_and_no_other_test_fails(tmp_
     assert counts["tests"] - len(failures) == 11
 
 
-def test_work_that_cannot_be_stolen_from_an_ended_worker_ends_no_run(
+def test_stealing_from_an_ended_worker_is_no_error(
     monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     scheduling = pytest.importorskip("xdist.scheduler").WorkStealingScheduling

@@ -330,9 +330,7 @@ def assert_built(ask: Both, builder: SequenceBuilder, documents: list[Any], **op
 
 
 @pytest.mark.parametrize(("profile", "scheme", "documents"), BUILDS)
-def test_batches_and_single_documents_match_local_builds(
-    ask: Both, profile: str | None, scheme: Any, documents: list[Any]
-) -> None:
+def test_builds_match_local_builds(ask: Both, profile: str | None, scheme: Any, documents: list[Any]) -> None:
     local = replace(LOCAL.get(profile).builder, start=5)
     local = local if scheme is None else replace(local, scheme=scheme)
     assert_built(ask, local, documents, profile=profile, scheme=scheme, start=5)

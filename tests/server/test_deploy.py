@@ -275,9 +275,7 @@ def proxied(start: Start, tmp_path: Path, **replaced: str) -> Iterator[tuple[str
 SEGMENTS = mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
 
 
-def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages_back(
-    start: Start, tmp_path: Path
-) -> None:
+def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages(start: Start, tmp_path: Path) -> None:
     place = "/mmpos.rpc.v1.PositionService/Place"
     limits = re.search(r"at most (\d+) connections of (\d+) calls .* at most (\d+) calls at once", DEPLOYING, re.DOTALL)
     assert limits is not None

@@ -297,10 +297,8 @@ MUTABLE = [method for method in REQUESTS if method != "InfoService/GetInfo"]
 
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", MUTABLE)
-def test_mutated_messages_are_answered_or_refused(
-    fuzzed: Victim, method: str, many: bool, request: pytest.FixtureRequest
-) -> None:
-    number = int(request.config.getoption("--mutations")) // len(MUTABLE) if many else 300
+def test_mutants_are_answered_or_refused(fuzzed: Victim, method: str, many: bool, pytestconfig: pytest.Config) -> None:
+    number = int(pytestconfig.getoption("--mutations")) // len(MUTABLE) if many else 300
     chance, raw, statuses = random.Random(method), corpus(method, 100), set()
     for turn in range(number):
         sent = mutate(chance.choice(raw), chance, raw) if turn % 3 else chance.randbytes(chance.randint(0, 64))

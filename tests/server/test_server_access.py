@@ -71,9 +71,7 @@ def test_tokens_are_named_by_the_file_and_not_kept_in_plain_text(file: Path) -> 
         (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: the token is already on an earlier line"),
     ],
 )
-def test_an_invalid_token_file_prevents_the_start_and_its_line_is_reported(
-    file: Path, text: str | bytes | None, message: str
-) -> None:
+def test_the_line_of_an_invalid_token_file_is_reported(file: Path, text: str | bytes | None, message: str) -> None:
     file.unlink()
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -259,9 +257,7 @@ WRONG: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("problem", WRONG)
-def test_a_wrong_file_prevents_the_start_and_later_changes_nothing_and_is_logged_once(
-    tmp_path: Path, problem: str
-) -> None:
+def test_a_wrong_file_prevents_the_start_later_changes_nothing_and_is_logged_once(tmp_path: Path, problem: str) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
     certificates = Certificates(TlsFiles(cert, key, cert), logs := KeptLogs())

@@ -243,9 +243,7 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
     assert ended == [1, 1]
 
 
-def test_a_cancelled_stream_leaves_no_item_running_and_no_error_behind(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cancelled_stream_leaves_no_item_and_no_error_behind(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     server = serve(side_by_side=True)
     call = server.stream(items(*["wait"] * 20))
     assert eventually(lambda: len(server.fake.names) == 6)

@@ -131,9 +131,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES)
-def test_check_reports_a_mistake_in_one_line(
-    file: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_reports_a_mistake(file: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(text)
     assert mistake(capsys, "--check", str(file)).startswith(f"{file}: {message}")
 
@@ -158,6 +156,7 @@ FLAGS = [
     ),
     ("--listen 50051", f"--listen: got '50051', {HOST_PORT}"),
     ("--metrics ::1:9090", f"--metrics: got '::1:9090', {HOST_PORT}"),
+    ("--check c --config c", "--check: got --config too, want one settings file"),
     ("--tls-cert c", "--tls-cert requires --tls-key"),
     ("--tls-client-ca c", "--tls-client-ca requires --tls-cert and --tls-key"),
     (
@@ -170,7 +169,5 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), FLAGS)
-def test_flags_that_are_wrong_or_contradict_each_other_are_one_line(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_flags_are_reported_in_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert mistake(capsys, *arguments.split()).startswith(message)

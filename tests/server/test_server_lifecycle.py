@@ -195,9 +195,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing(
-    start: Start, tmp_path: Path, temporary: Path
-) -> None:
+def test_the_page_is_not_ready_until_a_dead_worker_is_replaced(start: Start, tmp_path: Path, temporary: Path) -> None:
     page, tokens, token = free_port(), tmp_path / "tokens", "alice-alice-alice-1"
     tokens.write_text(f"alice {token}\n")
     impatient = "import mmpos_server.supervisor as s; s.PAUSE_SECONDS = s.RESTART_SECONDS = 0.2"
@@ -226,9 +224,7 @@ def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing
     assert eventually(lambda: not list(temporary.glob("mmpos-metrics-*")))
 
 
-def test_workers_end_without_an_error_or_a_metrics_folder_when_their_supervisor_is_killed(
-    start: Start, temporary: Path
-) -> None:
+def test_workers_of_a_killed_supervisor_end_without_an_error_or_a_metrics_folder(start: Start, temporary: Path) -> None:
     server = start("--workers", "2")
     workers = server.workers
     assert len(workers) == 2

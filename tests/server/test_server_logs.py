@@ -203,9 +203,7 @@ def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str,
     return lines
 
 
-def test_an_open_port_and_secrets_that_others_can_read_cause_warnings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_open_port_and_readable_secrets_cause_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = make_certificate(tmp_path, "server")
     tokens = tmp_path / "tokens"
     tokens.write_text("alice alice-alice-alice-1\n")

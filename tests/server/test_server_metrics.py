@@ -76,9 +76,7 @@ def test_calls_are_counted_by_method_status_and_stage() -> None:
     assert registry.get_sample_value("process_resident_memory_bytes")
 
 
-def test_the_page_of_several_workers_has_their_sums_the_longest_lag_and_each_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_of_workers_has_sums_longest_lag_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     for worker, calls in enumerate((3, 2)):
         monkeypatch.setattr(values, "ValueClass", values.MultiProcessValue(lambda number=worker: number))  # type: ignore[no-untyped-call]

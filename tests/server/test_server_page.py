@@ -82,9 +82,7 @@ def test_a_port_in_use_and_an_unknown_host_are_reported() -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_page_of_a_server_has_its_own_address_and_is_not_ready_while_the_server_stops(
-    start: Start, workers: str, tmp_path: Path
-) -> None:
+def test_a_page_has_its_own_address_and_is_not_ready_during_a_stop(start: Start, workers: str, tmp_path: Path) -> None:
     port, host, tokens = free_port(), "127.0.0.2", tmp_path / "tokens"
     tokens.write_text("alice alice-alice-alice-1\n")
     tokens.chmod(0o644)

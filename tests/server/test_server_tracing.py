@@ -32,9 +32,7 @@ SEGMENTS = mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_each_call_and_stream_is_a_span_of_the_server_within_that_of_the_client(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_call_and_stream_is_a_server_span_within_a_client_span(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)

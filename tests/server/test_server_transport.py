@@ -76,9 +76,7 @@ def test_headers_beyond_the_limit_are_refused_and_reach_no_method(serve: Serve) 
 
 
 @pytest.mark.parametrize("half", [b"", message(b"half", 1000)])
-def test_a_request_that_does_not_arrive_in_time_is_ended_and_logged(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, half: bytes
-) -> None:
+def test_a_late_request_is_ended_and_logged(serve: Serve, monkeypatch: pytest.MonkeyPatch, half: bytes) -> None:
     monkeypatch.setattr(arrivals, "RECEIVE_SECONDS", 0.2)
     logs = KeptLogs()
     server = serve(options={"logs": logs})
@@ -113,7 +111,7 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
 
 
 @bounded
-async def test_a_stopping_server_does_not_wait_for_clients_that_keep_their_connections(
+async def test_a_stopping_server_does_not_wait_for_connected_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(app, "_HANG_UP_SECONDS", 0.1)
@@ -169,9 +167,7 @@ def test_unread_answers_hold_their_bytes_until_they_are_read(serve: Serve, monke
 
 
 @pytest.mark.parametrize("path", [PLACE, STREAM])
-def test_a_client_that_does_not_read_an_answer_in_time_loses_its_call(
-    serve: Serve, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_reads_no_answer_loses_its_call(serve: Serve, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "SEND_SECONDS", 0.2)
     server = serve()
     with Connection(server.address, window=0) as connection:
@@ -198,9 +194,7 @@ def silent(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("attack", [reset, silent])
-def test_a_flood_from_one_client_fails_no_call_from_another_and_leaves_no_slot_taken(
-    serve: Serve, attack: Callable[[Connection], None]
-) -> None:
+def test_a_flood_fails_no_call_of_others_and_leaves_no_slot(serve: Serve, attack: Callable[[Connection], None]) -> None:
     server, done = serve(), threading.Event()
 
     def flood() -> None:
@@ -224,9 +218,7 @@ def test_a_flood_from_one_client_fails_no_call_from_another_and_leaves_no_slot_t
     assert eventually(lambda: not server.taken()), server.taken()
 
 
-def test_health_is_answered_while_every_place_is_taken_and_calls_are_refused(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_is_answered_even_while_calls_are_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "_PERIOD_SECONDS", 600.0)  # so that no call changes the lags below
     server = serve()
     for places in (server.server.arrivals.messages, server.server.arrivals.streams, server.server.arrivals.work):
@@ -271,9 +263,7 @@ def test_open_health_and_reflection_streams_are_limited(serve: Serve) -> None:
     ],
     ids=["too many", "idle", "old"],
 )
-def test_connections_are_limited_in_number_rest_and_age(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int]
-) -> None:
+def test_connections_are_limited(serve: Serve, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int]) -> None:
     ours = listening.transport_options
 
     def altered(*arguments: Any, **settings: Any) -> list[tuple[str, int]]:

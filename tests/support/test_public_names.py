@@ -179,9 +179,7 @@ def test_another_distribution_with_the_same_import_name_raises_a_warning(
     assert captured.out.splitlines()[0].split() == ["mmpos", PROJECT["version"]]
 
 
-def test_info_needs_no_command_line_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_needs_no_typer_and_no_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [name for name in sys.modules if name.startswith("mmpos.cli")]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("typer", "rich"):

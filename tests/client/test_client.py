@@ -240,11 +240,11 @@ def test_calls_are_spread_over_healthy_servers() -> None:
         # Call until both healthy servers are connected.
         assert eventually(lambda: bool(client.place(SEGMENTS)) and all(fake.calls for fake in fakes[:2]))
         counts = [fake.calls for fake in fakes]
-        for _ in range(10):
+        for _ in range(30):
             client.place(SEGMENTS)
         first, second, third = (fake.calls - before for fake, before in zip(fakes, counts, strict=True))
-        # A turn ends early when the client learns late that the third server is not healthy.
-        assert (first + second, abs(first - second) <= 2, third) == (10, True, 0)
+        # A turn may end early: when the client learns late that the third server is not healthy.
+        assert (first + second, min(first, second) >= 10, third) == (30, True, 0)
         unhealthy = stack.enter_context(Client(f"ipv4:{addresses[2]},127.0.0.1:1", attempts=1))
         assert failure(lambda: unhealthy.place(SEGMENTS))[0] is ServiceUnavailableError
 

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import warnings
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,8 @@ def test_known_paths_are_answered_and_all_others_are_not_found() -> None:
 
 def ended(connection: socket.socket) -> bool:
     """Wait until the other side closes a connection, with or without an answer, and return True."""
-    try:
-        while connection.recv(4096):
-            pass
-    except ConnectionResetError:
-        pass
+    with suppress(ConnectionResetError), connection.makefile("rb") as answered:
+        answered.read()
     return True
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from clients import failure, open_client
 from fake_server import UNAVAILABLE, Fake, Place, echo, serving
+from refusals import assert_refused
 from results import assert_equal
 from waiting import eventually
 
@@ -87,9 +88,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
     ],
 )
 def test_invalid_arguments_are_refused_before_any_connection(arguments: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError) as caught:
-        (Tls if message.startswith("tls.") else Client)(**arguments)
-    assert str(caught.value).startswith(message)
+    assert_refused(message, lambda: (Tls if message.startswith("tls.") else Client)(**arguments))
 
 
 def test_a_missing_certificate_file_is_reported_and_a_private_key_not_shown(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from certificates import make_certificate
+from clients import failure
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, KeptLogs, ending
 from waiting import eventually
@@ -75,9 +76,7 @@ def test_the_line_of_an_invalid_token_file_is_reported(file: Path, text: str | b
     file.unlink()
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InvalidInputError) as raised:
-        TokenFile(file, KeptLogs())
-    assert str(raised.value) == f"--token-file: {message.format(file)}"
+    assert failure(TokenFile, file, KeptLogs()) == (InvalidInputError, f"--token-file: {message.format(file)}")
 
 
 def test_a_token_file_is_reread_when_its_link_changes(tmp_path: Path) -> None:

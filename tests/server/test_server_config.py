@@ -16,6 +16,7 @@ import pytest
 from chat_tokenizer import QWENS, chat_tokenizer
 from own_schemes import OWN
 from qwen_processors import NAMES
+from refusals import assert_refused
 from server_program import PATIENT, Start
 
 from mmpos.client import Client, InputIds
@@ -263,9 +264,8 @@ def test_an_error_names_the_unusable_file(folder: Path, path: str, content: str 
     file.unlink() if path else shutil.rmtree(file)
     if content is not None:
         file.write_text(content)
-    with pytest.raises(InvalidInputError) as raised:
-        profile(folder, '[profiles.a]\nmodel = "model"\n')
-    assert str(raised.value).startswith(f"{folder}/mmpos.toml: profiles.a.{message.format(model=folder / 'model')}")
+    want = f"{folder}/mmpos.toml: profiles.a.{message.format(model=folder / 'model')}"
+    assert_refused(want, lambda: profile(folder, '[profiles.a]\nmodel = "model"\n'))
 
 
 SEGMENTS = SegmentTable.from_documents([[Text(3), Grid(2, 3), Text(2)]])

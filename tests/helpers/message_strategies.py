@@ -60,12 +60,11 @@ def _fields(descriptor: Descriptor) -> st.SearchStrategy[Fields]:
         {field.name: _value(field) for field in alone if field.name in _NEEDED},
         optional={field.name: _value(field) for field in alone if field.name not in _NEEDED},
     )
-    choices = [st.one_of(st.just({}), *map(_only, oneof.fields)) for oneof in oneofs]
+    choices = [
+        st.one_of(st.just({}), *(st.fixed_dictionaries({field.name: _value(field)}) for field in oneof.fields))
+        for oneof in oneofs
+    ]
     return st.tuples(plain, *choices).map(lambda drawn: {k: v for fields in drawn for k, v in fields.items()})
-
-
-def _only(field: FieldDescriptor) -> st.SearchStrategy[Fields]:
-    return st.fixed_dictionaries({field.name: _value(field)})
 
 
 def _value(field: FieldDescriptor) -> st.SearchStrategy[object]:

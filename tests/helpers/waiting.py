@@ -50,10 +50,14 @@ def read_proc(pid: int, name: str) -> bytes:
         return b""
 
 
+def children(pid: int) -> list[int]:
+    """Return the pids of the children of a process."""
+    return [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
+
+
 def descendants(pid: int) -> list[int]:
     """Return the pids of all descendants of a process."""
-    children = [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
-    return children + [descendant for child in children for descendant in descendants(child)]
+    return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
 def alive(pid: int) -> bool:

@@ -24,7 +24,7 @@ import typer
 import yaml
 from http2 import Connection, message
 from server_program import PATIENT, Start, metrics_of
-from waiting import eventually, free_port
+from waiting import children, eventually, free_port
 
 import mmpos
 from mmpos.client import Client
@@ -371,12 +371,12 @@ def test_systemd_runs_and_restarts_the_unit(tmp_path: Path) -> None:
     command = ["unshare", "--fork", "--kill-child", *NAMESPACES, "sh", "-c", begin]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as outside, ExitStack() as stack:
         stack.callback(outside.kill)
-        children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children")
-        assert eventually(lambda: bool(children.read_text()))
+        assert eventually(lambda: bool(children(outside.pid)))
+        (inside,) = map(str, children(outside.pid))
 
         def systemctl(*words: str) -> str:
-            inside = ["nsenter", "--target", children.read_text().strip(), *NAMESPACES, "systemctl", *words]
-            return subprocess.run(inside, capture_output=True, text=True, check=False).stdout.strip()
+            command = ["nsenter", "--target", inside, *NAMESPACES, "systemctl", *words]
+            return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
         assert eventually(lambda: systemctl("is-active", "mmpos") == "active")
         with Client(f"127.0.0.1:{port}", timeout=300) as client:

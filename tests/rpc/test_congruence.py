@@ -20,20 +20,9 @@ from PIL import Image
 from results import assert_equal
 
 import mmpos.rotary
-from mmpos import (
-    SCHEMES,
-    Grid,
-    ImageSize,
-    InvalidInputError,
-    LimitExceededError,
-    MmposError,
-    SegmentTable,
-    SequenceBuilder,
-    Text,
-    Video,
-    place,
-)
+from mmpos import SCHEMES, Grid, ImageSize, SegmentTable, SequenceBuilder, Text, Video, place
 from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
+from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.rotary import Rotary, YaRN, apply_rotary
 from mmpos.rpc import beside
 from mmpos.rpc.positions import get_query

@@ -18,26 +18,18 @@ from message_strategies import for_each, messages, places
 from results import assert_equal
 from scheme_properties import every_scheme
 
-from mmpos import (
-    SCHEMES,
-    Grid,
-    ImageProcessor,
+from mmpos import SCHEMES, Grid, ImageProcessor, SegmentTable, SequenceBuilder, Text, schemes
+from mmpos.client import Decode, Dense, PositionsQuery
+from mmpos.errors import (
     InvalidInputError,
     LimitExceededError,
     MmposError,
-    SegmentTable,
-    SequenceBuilder,
-    Text,
-    UnsupportedError,
-    schemes,
-)
-from mmpos.client import Decode, Dense, PositionsQuery
-from mmpos.errors import (
     ServiceError,
     ServiceOverloadedError,
     ServiceTimeoutError,
     ServiceUnauthenticatedError,
     ServiceUnavailableError,
+    UnsupportedError,
 )
 from mmpos.rotary import NTK, DynamicNTK, Linear, Linspace, Llama3, LongRoPE, PRoPE, Rotary, YaRN
 from mmpos.rpc import errors, positions, rotary, sequences, tensors

@@ -198,9 +198,7 @@ def sent(client: Client) -> str:
     return value
 
 
-def test_a_token_file_is_reread_when_it_changes_and_the_token_kept_while_the_file_is_unusable(
-    tmp_path: Path,
-) -> None:
+def test_a_token_file_is_reread_when_it_changes_and_the_token_kept_while_the_file_is_unusable(tmp_path: Path) -> None:
     file = tmp_path / "token"
     client = Client(token=file)
     want = "want a file that holds only the token"

@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 from clients import open_client
 from opentelemetry import trace
-from opentelemetry.instrumentation.grpc import (
-    GrpcAioInstrumentorClient,
-    GrpcAioInstrumentorServer,
-    GrpcInstrumentorClient,
-)
+from opentelemetry.instrumentation import grpc as otel
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -36,7 +32,7 @@ def test_each_call_and_stream_is_a_server_span_within_a_client_span(kind: str, m
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    kinds: list[Any] = [GrpcInstrumentorClient, GrpcAioInstrumentorClient, GrpcAioInstrumentorServer]
+    kinds: list[Any] = [otel.GrpcInstrumentorClient, otel.GrpcAioInstrumentorClient, otel.GrpcAioInstrumentorServer]
     for kind_ in kinds:
         kind_().instrument()
 

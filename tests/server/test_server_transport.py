@@ -111,9 +111,7 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
 
 
 @bounded
-async def test_a_stopping_server_does_not_wait_for_connected_clients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stopping_server_does_not_wait_for_connected_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_HANG_UP_SECONDS", 0.1)
     ended = asyncio.Event()
 

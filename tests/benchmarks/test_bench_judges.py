@@ -1,25 +1,33 @@
-"""The proofs in the rotation, data and service suites."""
+"""The proofs in the rotation, data and service suites, and the GPU clock with a simulated device; suites run."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from copy import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fill_tables import RESULTS
+from server_program import PATIENT
 
 from mmpos import UnsupportedError
 from mmpos.data.packing import Pack, Packer
+from mmpos.errors import ServiceError
 from mmpos.rotary import apply_rotary
-from mmpos_bench import data, layers
+from mmpos_bench import cuda, data, layers
 from mmpos_bench.data import mix
 from mmpos_bench.layers import SHAPES, Layer, LayerShape, interleaved
-from mmpos_bench.peers.rotations import by_formula
+from mmpos_bench.peers.rotations import DIFFUSERS, by_formula
 from mmpos_bench.proofs import NotEqualError
+from mmpos_bench.results import SuiteReport, from_json
 from mmpos_bench.rotary import ALL_GROUPS, FUSED, Bench, Size, contestant
-from mmpos_bench.serving import LoadTurn, by_rate
-from mmpos_bench.suites import Role, SuiteOptions
+from mmpos_bench.serving import Load, LoadTurn, Order, by_rate, clients, echo, service, started
+from mmpos_bench.suites import SUITES, Role, SuiteOptions, run
 from mmpos_bench.timing import Budget
 from mmpos_bench.workloads import workload
 
@@ -94,9 +102,7 @@ def overfills(max_tokens: int, **options: bool) -> Packer:
 
 
 @pytest.mark.parametrize("split_text", [False, True])
-def test_packs_that_lose_tokens_or_are_too_long_are_not_timed(
-    split_text: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_that_lose_tokens_or_are_too_long_fail(split_text: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = list(mix(30))
     data._prove_packs(examples, 4096, split_text)
     for wrong, match in ((Forgets, "tokens lost, want"), (overfills, "want at most 4096")):
@@ -120,9 +126,7 @@ def test_load_turns_report_their_own_seconds_and_the_first_is_a_warm_up() -> Non
 @pytest.mark.parametrize(
     ("suite", "needs", "extra"), [("rotary", "torch", "all"), ("data", "torch", "data"), ("service", "grpc", "server")]
 )
-def test_a_suite_with_a_missing_library_names_the_pip_command(
-    suite: str, needs: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suite_names_the_pip_command(suite: str, needs: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, needs, None)
     monkeypatch.delitem(sys.modules, f"mmpos_bench.{suite}", raising=False)
     with pytest.raises(ImportError) as raised:
@@ -137,3 +141,165 @@ def test_the_service_suite_requires_linux(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="service: got darwin, want Linux"):
         next(service.cases(SuiteOptions(quick=True)))
+
+
+# The GPU clock excludes the effects of slow hosts and warm caches
+
+L2_CACHE_SIZE = 50 << 20
+
+
+class Device:
+    """Simulated device and host, timed in cycles; the host queues work that the device executes in order."""
+
+    def __init__(self) -> None:
+        self.host = self.free = 0  # the host's current time, and when the device finishes all queued work
+        self.slept, self.read = list[int](), list[int]()  # cycles, and the elements of the buffers that were read
+
+    def queue(self, host: int, work: int) -> None:
+        """Spend ``host`` cycles on the host, then queue ``work`` cycles on the device."""
+        self.host += host
+        self.free = max(self.free, self.host) + work
+
+    def sleep(self, cycles: int) -> None:
+        self.slept.append(cycles)
+        self.queue(10, cycles)
+
+    def read_all(self, size: int) -> None:
+        self.read.append(size)
+        self.queue(10, 1000)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, 0
+
+    def record(self) -> None:
+        self.device.queue(10, 0)
+        self.at = self.device.free
+
+    def query(self) -> bool:
+        return self.at <= self.device.host
+
+    def synchronize(self) -> None:
+        self.device.host = max(self.device.host, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at - self.at) / 1e3
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    simulated = Device()
+    api = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        get_device_properties=lambda index: SimpleNamespace(L2_cache_size=L2_CACHE_SIZE),
+        Event=lambda **_: Event(simulated),
+        _sleep=simulated.sleep,
+    )
+
+    def ones(size: int, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(sum=lambda: simulated.read_all(size))
+
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=api, ones=ones, float32=None))
+    return simulated
+
+
+@pytest.mark.parametrize("host", [0, 500, 5_000_000])
+def test_host_time_is_excluded(device: Device, host: int) -> None:
+    took = cuda.Clock().seconds(lambda: device.queue(host, 777))
+    assert took == pytest.approx(777e-6)
+
+
+def test_the_sleep_grows_until_the_host_is_ahead_and_then_stays_the_same(device: Device) -> None:
+    clock = cuda.Clock()
+    for _ in range(2):
+        clock.seconds(lambda: device.queue(3 << 20, 777))
+    assert device.slept == [1 << 20, 2 << 20, 4 << 20, 4 << 20]
+
+
+def test_the_time_of_a_call_includes_its_wait_for_the_device(device: Device) -> None:
+    def waits() -> None:
+        device.host = device.free
+        device.queue(500, 777)
+
+    assert cuda.Clock().seconds(waits) == pytest.approx(1277e-6, abs=20e-6)
+
+
+def test_several_times_the_cache_size_is_read_before_every_call(device: Device) -> None:
+    times = cuda.by_events({"a": lambda: device.queue(5, 100), "b": lambda: device.queue(5, 300)}, Budget(0.0, 4))
+    assert list(times) == ["a", "b"]
+    assert [timing.median for timing in times.values()] == pytest.approx([100e-6, 300e-6])
+    assert [timing.turns for timing in times.values()] == [4, 4]
+    assert len(device.read) == len(device.slept)
+    assert min(device.read) * 4 >= 4 * L2_CACHE_SIZE
+
+
+def test_calls_in_a_replay_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that without CUDA a replay runs each call once and is timed by the host's clock."""
+    called: list[str] = []
+    moments = iter(range(100))
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
+    replays = cuda.Replays([lambda: called.append("a"), lambda: called.append("b")])
+    timing = cuda.by_events({"both": replays}, Budget(0.0, 5))["both"]
+    assert (timing.median, timing.p20, timing.p80, timing.turns) == (0.5, 0.5, 0.5, 5)
+    assert called == ["a", "b"] * 8
+
+
+# Suites run with the recorded contestants
+
+PLAIN = ["eager formula", "torch.compile", "Transformers"]
+PEERS = {"into new tensors": PLAIN, "forward and backward": PLAIN, FUSED: [*DIFFUSERS]}
+"""Peers by group of rotations on a CPU."""
+
+ONLY = {
+    "rotary": pytest.mark.skipif(torch.cuda.is_available(), reason="the suite differs with a GPU"),
+    "service": pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", [pytest.param(suite, marks=ONLY.get(suite, ())) for suite in SUITES])
+def test_quick_suites_run_the_recorded_contestants(suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (settings := tmp_path / "mmpos.toml").write_text(PATIENT)
+    monkeypatch.setattr("mmpos_bench.service.service", partial(service, "--config", str(settings)))
+    report = run(suite, peers=True, quick=True)
+    assert sorted(report.missing) == (["Liger", "flash-attention", "flashinfer"] if suite == "rotary" else [])
+    ways = {
+        f"{name}, bfloat16": [way.name for way in ALL_GROUPS[name].ways] + PEERS.get(name, []) for name in ALL_GROUPS
+    }
+    if suite == "rotary":
+        assert contestants(report) == ways
+    elif (recorded := from_json((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))).code == report.code:
+        assert contestants(report) == contestants(recorded)
+    assert {m.entries[0].role for m in report.measurements} == {"limit"}
+    if suite == "data":
+        whole, split = report.group("packs of a stream")[:2]
+        assert whole.facts["fill in order of arrival"] < whole.facts["fill"] < split.facts["fill"] <= 1
+        assert whole.facts["cuts"] == split.facts["truncated"] == 0
+    for rates in report.group("calls at once"):
+        assert rates.facts["documents per second"] > 0
+
+
+def contestants(report: SuiteReport) -> dict[str, list[str]]:
+    """Return the names of the contestants in each group, with the limit first."""
+    return {name: [e.name for e in report.group(name)[0].entries] for name in report.groups}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers")
+def test_clients_refuse_unexpected_answers() -> None:
+    with started(echo()) as (server,), clients() as pool:
+        order = Order("/echo/Bytes3", b"anything", bytes(3), 0.01)
+        right = Load(server, order, pool)
+        turn = right()
+        assert turn.cpu > 0
+        assert right.turns == [turn]
+        assert Load(server, replace(order, path="/echo/Stream3"), pool)().per_second > 0
+        with pytest.raises(NotEqualError, match="/echo/Bytes4: got 4 bytes, want the expected 3 bytes"):
+            Load(server, replace(order, path="/echo/Bytes4"), pool)()
+
+
+def test_a_server_that_does_not_start_causes_an_error() -> None:
+    with pytest.raises(ServiceError, match="got no listening server"), started([sys.executable, "-c", "pass"]):
+        pass

@@ -20,6 +20,7 @@ import pytest
 import torch
 from clients import failure, open_client
 from fake_server import UNAVAILABLE, Fake, Place, echo, serving
+from refusals import assert_refused
 from results import assert_equal
 from waiting import eventually
 
@@ -87,9 +88,7 @@ def aborting(*outcomes: Any) -> tuple[Place, list[int]]:
     ],
 )
 def test_invalid_arguments_are_refused_before_any_connection(arguments: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError) as caught:
-        (Tls if message.startswith("tls.") else Client)(**arguments)
-    assert str(caught.value).startswith(message)
+    assert_refused(message, lambda: (Tls if message.startswith("tls.") else Client)(**arguments))
 
 
 def test_a_missing_certificate_file_is_reported_and_a_private_key_not_shown(tmp_path: Path) -> None:
@@ -240,11 +239,11 @@ def test_calls_are_spread_over_healthy_servers() -> None:
         # Call until both healthy servers are connected.
         assert eventually(lambda: bool(client.place(SEGMENTS)) and all(fake.calls for fake in fakes[:2]))
         counts = [fake.calls for fake in fakes]
-        for _ in range(10):
+        for _ in range(30):
             client.place(SEGMENTS)
         first, second, third = (fake.calls - before for fake, before in zip(fakes, counts, strict=True))
-        # A turn ends early when the client learns late that the third server is not healthy.
-        assert (first + second, abs(first - second) <= 2, third) == (10, True, 0)
+        # A turn may end early: when the client learns late that the third server is not healthy.
+        assert (first + second, min(first, second) >= 10, third) == (30, True, 0)
         unhealthy = stack.enter_context(Client(f"ipv4:{addresses[2]},127.0.0.1:1", attempts=1))
         assert failure(lambda: unhealthy.place(SEGMENTS))[0] is ServiceUnavailableError
 
@@ -296,7 +295,7 @@ def test_closing_a_client_cancels_its_calls(kind: str) -> None:
     async def main(address: str) -> None:
         client = AsyncClient(address)
         calls = [asyncio.ensure_future(client.place(SEGMENTS)) for _ in range(2)]
-        assert await asyncio.to_thread(arrived.wait, 60)
+        assert await asyncio.to_thread(arrived.wait, 300)
         calls[0].cancel()
         await asyncio.wait([calls[0]])
         assert calls[0].cancelled()
@@ -318,9 +317,7 @@ def test_closing_a_client_cancels_its_calls(kind: str) -> None:
         over.set()
 
 
-def test_a_call_that_begins_while_another_thread_closes_the_client_is_cancelled(
-    server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_during_a_close_by_another_thread_is_cancelled(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Client(server) as client, grpc.insecure_channel(server) as channel:
         channel.close()
         monkeypatch.setattr(client, "_opened", lambda: OpenChannel(channel))
@@ -378,25 +375,14 @@ client.build(["before"])
     ("support", "want"),
     [("1", "[97, 102, 116, 101, 114]\n"), ("0", "fork: the client made a call before the fork; set GRPC_ENABLE_FORK")],
 )
-def test_a_forked_client_opens_a_channel_of_its_own_or_refuses_a_call_that_would_hang(
-    support: str, want: str, server: str
-) -> None:
+def test_a_forked_client_opens_its_own_channel_or_refuses_a_call(support: str, want: str, server: str) -> None:
     command, environment = [sys.executable, "-c", FORKED, server], {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": support}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
     assert completed.stdout.startswith(want), completed.stderr
 
 
-WITHOUT_GRPC = """
-import sys
-sys.modules["grpc"] = None
-try:
-    import mmpos.client
-except ImportError as error:
-    print(error)
-"""
-
-
 def test_importing_without_grpc_names_the_pip_command() -> None:
-    completed = subprocess.run([sys.executable, "-c", WITHOUT_GRPC], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", "import sys; sys.modules['grpc'] = None; import mmpos.client"]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
     want = 'install it with: pip install "multimodal-positions[client]" (in a clone: pip install ".[client]")\n'
-    assert completed.stdout == f"mmpos.client: grpc is not installed; {want}"
+    assert completed.stderr.endswith(f"\nImportError: mmpos.client: grpc is not installed; {want}")

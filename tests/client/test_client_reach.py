@@ -1,23 +1,28 @@
-"""Test unreachable, restarted and killed servers: clients wait for them, or report why they cannot reach them."""
+"""Test unreachable, restarted and killed servers, for which clients wait or say why they cannot reach them; tokens."""
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from certificates import make_certificate
-from clients import open_client
+from clients import failure, open_client
 from server_program import Start
 from waiting import eventually, free_port
 
 from mmpos import SegmentTable, Text
-from mmpos.client import Client, PositionsQuery, Tls
-from mmpos.errors import MmposError, ServiceUnavailableError
+from mmpos.client import AsyncClient, Client, PositionsQuery, Tls
+from mmpos.client.channel import channel_options
+from mmpos.errors import InvalidInputError, ServiceUnauthenticatedError, ServiceUnavailableError
 from mmpos_server.access import TlsFiles
 from mmpos_server.listening import Listen
 from mmpos_server.testing import running
@@ -29,37 +34,24 @@ GAP = 2.5
 
 
 def test_restarting_a_single_server_loses_no_call() -> None:
-    listen, done, failed = Listen(port=free_port()), threading.Event(), []
-    address, answered = f"127.0.0.1:{listen.port}", {"sync": 0, "async": 0}
+    listen, done, answered = Listen(port=free_port()), threading.Event(), {"sync": 0, "async": 0}
 
     def load(kind: str) -> None:
-        try:
-            with open_client(kind, address, timeout=300) as client:
-                while not done.is_set():
-                    client.place(SEGMENTS)
-                    answered[kind] += 1
-        except MmposError as error:
-            failed.append((kind, error))
+        with open_client(kind, f"127.0.0.1:{listen.port}", timeout=300) as client:
+            while not done.is_set():
+                client.place(SEGMENTS)
+                answered[kind] += 1
 
-    threads = [threading.Thread(target=load, args=(kind,)) for kind in answered]
-
-    def answer(count: int) -> None:
-        """Serve until each kind of client has received this number of answers, or one has failed."""
+    with ThreadPoolExecutor(2) as threads:
         with running(listen=listen):
-            for thread in threads:
-                if not thread.is_alive() and count == 10:
-                    thread.start()
-            while min(answered.values()) < count and not failed:
-                time.sleep(0.01)
-            if count > 10:
-                done.set()
-                for thread in threads:
-                    thread.join()
-
-    answer(10)
-    time.sleep(GAP)
-    answer(max(answered.values()) + 10)
-    assert failed == []
+            loads = [threads.submit(load, kind) for kind in answered]
+            assert eventually(lambda: min(answered.values()) > 10)
+        time.sleep(GAP)
+        before = max(answered.values())
+        with running(listen=listen):
+            assert eventually(lambda: min(answered.values()) > before + 10)
+            done.set()
+            assert [load.result() for load in loads] == [None, None]
 
 
 def cause(address: str, tls: Tls | None = None) -> str:
@@ -142,3 +134,105 @@ def test_killing_a_replica_loses_no_call(start: Start) -> None:
         killed.set()
         assert [call.result() for call in calls] == [None] * 4
     assert sorted(ids) == sorted([*range(600)] * 4)
+
+
+# Tokens
+
+TOKEN, OTHER = "secret-secret-secret", "hidden-hidden-hidden"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    file = tmp_path / "tokens"
+    file.write_text(f"alice {TOKEN}\n")
+    with running(listen=Listen(token_file=file)) as address:
+        yield address
+
+
+def mistake(call: Callable[..., object], *args: object, **kwargs: object) -> str:
+    kind, words = failure(call, *args, **kwargs)
+    assert kind is InvalidInputError
+    assert "secret" not in words
+    return words
+
+
+FAR = ["10.0.0.1:1", "example.test:1", "[2001:db8::1]:1", "dns:///example.test:1", "ipv4:127.0.0.1:1"]
+HERE = ["localhost:1", "127.9.9.9:1", "[::1]:1", "dns:///localhost:1", "dns:localhost:1", "unix:/x", "unix-abstract:x"]
+
+
+@pytest.mark.parametrize("address", [*FAR, *HERE])
+def test_a_token_requires_tls_unless_the_server_is_on_this_machine_where_it_bypasses_proxies(address: str) -> None:
+    def bypasses(**options: Any) -> bool:
+        return dict(channel_options(Client(address, **options)._options)).get("grpc.enable_http_proxy") == 0
+
+    assert (bypasses(), bypasses(token=TOKEN, tls=Tls())) == (False, False)
+    if address in HERE:
+        assert bypasses(token=TOKEN)
+    else:
+        words = f"token requires tls for {address!r}; others could read the token"
+        assert mistake(Client, address, token=TOKEN) == words
+
+
+def test_a_malformed_token_is_refused_without_being_quoted() -> None:
+    want = "a-z, A-Z, 0-9 and -._~+/, and = at its end"
+    for wrong in ("", "secret secret", "secret\n", "secretß", "=secret"):
+        assert mistake(Client, token=wrong) == f"token must consist of {want}"
+    assert mistake(Client, token=b"secret") == "token: got bytes, want a token, the path of a token file, or None"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_token_is_not_shown_and_is_pickled_with_its_client(kind: Any, tmp_path: Path) -> None:
+    for token in (TOKEN, tmp_path / "token"):
+        client = kind(token=token)
+        other = pickle.loads(pickle.dumps(client))
+        assert other._options.token._source == client._options.token._source == token
+        for shown in (client, client._options, client._options.token, client.with_options(timeout=1)):
+            assert "secret" not in repr(shown)
+
+
+def sent(client: Client) -> str:
+    """Return the metadata of the next call."""
+    assert client._options.token is not None
+    key, value = client._options.token.pair()
+    assert key == "authorization"
+    return value
+
+
+def test_a_token_file_is_reread_when_it_changes_and_the_token_kept_while_the_file_is_unusable(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    client = Client(token=file)
+    want = "want a file that holds only the token"
+    assert mistake(client.info) == f"token: got {file} (No such file or directory), {want}"
+    for wrong in ("secret and secret", "secretß"):
+        file.write_text(wrong)
+        assert mistake(client.info) == f"token: got {file} (no token in it), {want}"
+    file.write_text(f"# clients\nalice {TOKEN}\n")
+    of_a_server = "names and tokens: this looks like the token file of a server"
+    assert mistake(client.info) == f"token: got {file} ({of_a_server}), {want}"
+    seen = []
+    for text in (f"{TOKEN}\n", f"{OTHER}\n", "", None, f"  {TOKEN}  "):
+        # Replace the file each time, since timestamps alone are too coarse.
+        (tmp_path / "next").write_text(text or "")
+        os.replace(tmp_path / "next", file)
+        if text is None:
+            file.unlink()
+        seen.append(sent(client))
+    assert seen == [f"Bearer {token}" for token in (TOKEN, OTHER, OTHER, OTHER, TOKEN)]
+    raw = pickle.dumps(client)
+    file.write_text(OTHER + OTHER)
+    assert (TOKEN.encode() in raw, sent(pickle.loads(raw))) == (False, f"Bearer {OTHER}{OTHER}")
+
+
+def test_calls_and_streams_of_both_clients_carry_the_token(kind: str, server: str) -> None:
+    queries = [PositionsQuery(SEGMENTS)] * 3
+    with open_client(kind, server, token=TOKEN) as client:
+        assert (client.place(SEGMENTS).num_tokens, len(list(client.stream(queries)))) == (3, 3)
+        assert client.with_options(timeout=300).place(SEGMENTS).num_tokens == 3
+    error = ServiceUnauthenticatedError, 'authorization: got no known token, want "Bearer TOKEN"'
+    for token in (None, OTHER):
+        with open_client(kind, server, token=token) as client:
+            assert failure(client.place, SEGMENTS) == error
+            for _ in range(20):  # grpc.aio forgets the status of a stream refused during a write
+                failed = failure(lambda client=client: list(client.stream(queries)))
+                assert failed == (error[0], f"queries[0]: {error[1]}")
+            assert client.healthy()

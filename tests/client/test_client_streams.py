@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -48,12 +48,13 @@ def paced(kind: str, over: threading.Event, *pauses: float) -> Any:
 
     def source() -> Iterator[PositionsQuery]:
         for query, pause in zip(numbered(len(pauses)), pauses, strict=True):
-            over.wait(pause)
+            assert over.wait(pause) or pause < 300, "the stream has waited for its source"
             yield query
 
     async def async_source() -> AsyncIterator[PositionsQuery]:
         for query, pause in zip(numbered(len(pauses)), pauses, strict=True):
             await asyncio.sleep(pause)
+            assert pause < 300, "the stream has waited for its source"
             yield query
 
     return source() if kind == "sync" else async_source()
@@ -139,9 +140,7 @@ def test_an_endless_source_is_read_no_further_than_the_server_accepts(kind: str,
 
 
 @pytest.mark.parametrize("error", [KeyError, grpc.RpcError])
-def test_an_error_of_the_source_is_raised_after_the_results_before_it(
-    kind: str, server: str, error: type[Exception]
-) -> None:
+def test_an_error_of_the_source_is_raised_after_earlier_results(kind: str, server: str, error: type[Exception]) -> None:
     def broken() -> Iterator[PositionsQuery]:
         yield from numbered(3)
         raise error("mine")
@@ -181,21 +180,26 @@ def test_a_completed_stream_is_not_cancelled(kind: str) -> None:
     assert active == [True]
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(("after", "reason"), [(0, "gone"), (4, "gone"), (2, "the server ended the stream")])
-def test_a_broken_stream_names_its_first_unanswered_item(kind: str, after: int, reason: str) -> None:
-    answered, results = list[int](), list[object]()
+def test_a_broken_stream_names_its_first_unanswered_item(kind: str, after: int, reason: str, waits: bool) -> None:
+    answered, results, over = list[int](), list[object](), threading.Event()
 
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
         for response in islice(echo_stream(requests, context), after):
             answered.append(response.id)
             yield response
-        next(requests, None)  # the first that gets no answer
+        if not waits:
+            next(requests, None)  # the first that gets no answer
         if reason == "gone":
             context.abort(*UNAVAILABLE[:2])
 
+    source = paced(kind, over, *[0] * after, 300) if waits else numbered(30)
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        error = failure(lambda: results.extend(client.stream(numbered(30))))
-    assert error in [(ServiceUnavailableError, f"queries[{after}]: {reason}") for reason in (reason, BROKE)]
+        error = failure(lambda: results.extend(client.stream(source)))
+        over.set()
+    reasons = (reason,) if waits else (reason, BROKE)
+    assert error in [(ServiceUnavailableError, f"queries[{after}]: {reason}") for reason in reasons]
     assert_equal(results, [query.run() for query in numbered(after)])
     assert answered == [*range(after)]  # nothing is sent again
 
@@ -211,25 +215,17 @@ def test_a_stream_refused_by_an_overloaded_server_keeps_its_retry_time(kind: str
     assert caught.value.retry_after == 0.25
 
 
-@pytest.mark.parametrize("reason", ["gone", "the server ended the stream"])
-def test_a_stream_that_ends_while_its_source_waits_raises_at_once(kind: str, reason: str) -> None:
+ODD: list[tuple[Callable[[Any], list[Any]], str]] = [
+    (lambda right: [pb.StreamPlaceResponse(id=1)], "id 1, want 0"),
+    (lambda right: [pb.StreamPlaceResponse()], "neither a result nor an error"),
+    (lambda right: [right, right], "more answers than requests"),
+]
+
+
+@pytest.mark.parametrize(("answers", "got"), ODD)
+def test_unexpected_answers_are_service_errors(kind: str, answers: Callable[[Any], list[Any]], got: str) -> None:
     def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
-        yield next(echo_stream(requests, context))
-        if reason == "gone":
-            context.abort(*UNAVAILABLE[:2])
-
-    over = threading.Event()
-    with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
-        error = failure(lambda: list(client.stream(paced(kind, over, 0, 300))))
-        over.set()
-    assert error == (ServiceUnavailableError, f"queries[1]: {reason}")
-
-
-@pytest.mark.parametrize(("number", "got"), [(1, "id 1, want 0"), (0, "neither a result nor an error")])
-def test_unexpected_answers_are_service_errors(kind: str, number: int, got: str) -> None:
-    def stream(requests: Requests, context: grpc.ServicerContext) -> Responses:
-        next(requests)
-        yield pb.StreamPlaceResponse(id=number)
+        yield from answers(next(echo_stream(requests, context)))
 
     with serving(Fake(stream=stream)) as address, open_client(kind, address) as client:
         assert failure(lambda: list(client.stream(numbered(1)))) == (ServiceError, f"answer: got {got}")

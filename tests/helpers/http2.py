@@ -38,7 +38,7 @@ class Connection:
 
     def __init__(self, address: str, *, window: int = 65_535, source: str = "") -> None:
         host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), 60, (source, 0) if source else None)
+        self.socket = socket.create_connection((host, int(port)), 300, (source, 0) if source else None)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received: dict[int, bytes] = {}  # received data and status messages, by stream
         self._ends: dict[int, str] = {}

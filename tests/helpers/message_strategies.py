@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,8 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2, tensor_pb2
-from mmpos.schemes import SCHEMES
+from mmpos import SCHEMES, Grid, Placeholders, SegmentTable, Text
+from mmpos.client import Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, Window
+from mmpos.rpc.positions import put_query
+from mmpos.rpc.v1 import info_pb2, positions_pb2, rotary_pb2, sequences_pb2, tensor_pb2
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -57,12 +60,11 @@ def _fields(descriptor: Descriptor) -> st.SearchStrategy[Fields]:
         {field.name: _value(field) for field in alone if field.name in _NEEDED},
         optional={field.name: _value(field) for field in alone if field.name not in _NEEDED},
     )
-    choices = [st.one_of(st.just({}), *map(_only, oneof.fields)) for oneof in oneofs]
+    choices = [
+        st.one_of(st.just({}), *(st.fixed_dictionaries({field.name: _value(field)}) for field in oneof.fields))
+        for oneof in oneofs
+    ]
     return st.tuples(plain, *choices).map(lambda drawn: {k: v for fields in drawn for k, v in fields.items()})
-
-
-def _only(field: FieldDescriptor) -> st.SearchStrategy[Fields]:
-    return st.fixed_dictionaries({field.name: _value(field)})
 
 
 def _value(field: FieldDescriptor) -> st.SearchStrategy[object]:
@@ -112,67 +114,42 @@ def tensor(values: npt.ArrayLike, dtype: str = "int64") -> tensor_pb2.Tensor:
     return tensor_pb2.Tensor(dtype=number, shape=array.shape, data=array.tobytes())
 
 
-@st.composite
-def segments(draw: st.DrawFn) -> table_pb2.SegmentTable:
-    """Draw documents of text with grids between the texts."""
-    table = table_pb2.SegmentTable()
-    for _ in range(draw(st.integers(0, 3))):
-        grids = draw(st.lists(st.tuples(st.sampled_from([1, 1, 1, 2]), _small, _small), max_size=3))
-        for frames, height, width in grids:
-            table.kind.extend([table_pb2.SEGMENT_KIND_TEXT, table_pb2.SEGMENT_KIND_GRID])
-            table.frames.extend([1, frames])
-            table.height.extend([1, height])
-            table.width.extend([draw(_small), width])
-        table.kind.append(table_pb2.SEGMENT_KIND_TEXT)
-        table.frames.append(1)
-        table.height.append(1)
-        table.width.append(draw(_small))
-        table.segments_per_document.append(2 * len(grids) + 1)
-    return table
-
-
-def _view(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[positions_pb2.View]:
-    view: Any = positions_pb2.View
-    return st.builds(lambda **values: view(**{kind: values}), **fields)
-
-
+_texts = st.builds(Text, _small)
+_grids = st.builds(Grid, _small, _small, frames=st.sampled_from([1, 1, 1, 2]))
+_documents = st.builds(
+    lambda text, pairs: [text, *chain(*pairs)], _texts, st.lists(st.tuples(_grids, _texts), max_size=3)
+)
+_tables = st.lists(_documents, max_size=3).map(SegmentTable.from_documents)
+_sources = st.one_of(
+    _tables,
+    _tables,
+    st.builds(lambda h, w, at, n: Spans([at + h * w + 1, n], [at], [[1, h, w]], [0]), _small, _small, _small, _small),
+    st.builds(lambda h, w: InputIds([1, 2, *[9] * (h * w), 3], Placeholders(9), [[1, h, w]]), _small, _small),
+)
 _few = st.lists(st.integers(0, 8), min_size=2, max_size=2)
+_layouts = st.sampled_from(["zigzag", "contiguous", "zigzag-sequence", "contiguous-sequence"])
 # Views with small arguments, many of which do not fit the documents.
 _views = st.one_of(
-    _view("take", starts=_few.map(sorted), stops=st.lists(st.integers(8, 16), min_size=2, max_size=2)),
-    _view("window", documents=st.just([0, 0]) | _few, starts=_few, lengths=_few),
-    _view("decode", steps=_small),
-    _view("shard", rank=st.integers(0, 1), world_size=st.just(2), layout=_one_of(1, 2, 3, 4)),
-    _view("pad", length=st.none() | st.sampled_from([16, 64, 128]), side=_one_of(1, 2)),
+    st.builds(Take, _few.map(sorted), st.lists(st.integers(8, 16), min_size=2, max_size=2)),
+    st.builds(Window, st.just([0, 0]) | _few, _few, _few),
+    st.builds(Decode, _small),
+    st.builds(Shard, st.integers(0, 1), st.just(2), _layouts),
+    st.builds(Pad, st.none() | st.sampled_from([16, 64, 128]), st.sampled_from(["left", "right"])),
 )
 
 
-@st.composite
-def places(draw: st.DrawFn) -> positions_pb2.PlaceRequest:
-    """Draw a batch that most schemes can place."""
-    query = positions_pb2.PositionsQuery()
-    source = draw(st.sampled_from(["segments", "segments", "spans", "input_ids"]))
-    if source == "segments":
-        query.segments.CopyFrom(draw(segments()))
-    elif source == "spans":
-        height, width, offset = draw(_small), draw(_small), draw(_small)
-        lengths = [offset + height * width + 1, draw(_small)]
-        query.spans.CopyFrom(
-            positions_pb2.Spans(lengths=lengths, offsets=[offset], grid_thw=[1, height, width], documents=[0])
-        )
-    else:
-        height, width = draw(_small), draw(_small)
-        query.input_ids.input_ids.CopyFrom(tensor([1, 2, *[9] * (height * width), 3]))
-        query.input_ids.image_grid_thw.extend([1, height, width])
-        query.input_ids.placeholders.image, query.input_ids.spatial_merge_size = 9, 1
-    if draw(st.booleans()):
-        query.scheme.name = draw(st.sampled_from(list(SCHEMES)))
-    if draw(st.booleans()):
-        query.start = draw(st.integers(-3, 1000))
-    query.views.extend(draw(st.lists(_views, max_size=2)))
-    if draw(st.booleans()):
-        query.dense.dtype = draw(_one_of(0, 2, 3, 7))
-    return positions_pb2.PlaceRequest(query=query)
+def places() -> st.SearchStrategy[positions_pb2.PlaceRequest]:
+    """Draw batches that most schemes can place."""
+    dense = st.builds(Dense, st.sampled_from([None, "int32", "int64", "float64"]))
+    views, schemes = st.lists(_views, max_size=2), st.none() | st.sampled_from(list(SCHEMES))
+    start = st.just(0) | st.integers(-3, 1000)
+    return st.builds(PositionsQuery, _sources, schemes, start, views=views, dense=st.none() | dense).map(_request)
+
+
+def _request(query: PositionsQuery) -> positions_pb2.PlaceRequest:
+    request = positions_pb2.PlaceRequest()
+    put_query(request.query, query)
+    return request
 
 
 _parts = st.one_of(

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from waiting import children
+
 PATIENT = "overload_ms = 60_000\n"
 """Settings of a server that a busy machine does not lead to refuse calls."""
-
-
-def _children(pid: int) -> list[int]:
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Program:
     @property
     def workers(self) -> list[int]:
         """Pids of the worker processes: children of the process from which all workers are forked."""
-        return sorted(worker for child in _children(self.process.pid) for worker in _children(child))
+        return sorted(worker for child in children(self.process.pid) for worker in children(child))
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the log records so far."""

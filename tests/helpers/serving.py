@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
+import pytest
 from http2 import Connection
 
 from mmpos.errors import LimitExceededError, UnsupportedError
@@ -24,8 +25,7 @@ from mmpos_server.logs import Logs
 from mmpos_server.services import place_method
 from mmpos_server.testing import started
 
-SERVICE = "/mmpos.rpc.v1.PositionService"
-PLACE, STREAM = f"{SERVICE}/Place", f"{SERVICE}/StreamPlace"
+PLACE, STREAM = (f"/mmpos.rpc.v1.PositionService/{name}" for name in ("Place", "StreamPlace"))
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 LARGE = 2 * 2**20
@@ -180,3 +180,20 @@ def status_of(connection: Connection, path: bytes | str, raw: bytes, *metadata: 
     stream = connection.call(path, *metadata)
     connection.send(stream, raw)
     return connection.ended(stream)[0]
+
+
+def ending(call: Callable[..., object], *arguments: Any, **options: Any) -> tuple[str, str]:
+    """Return the status and details of a call; the details are empty if the status is OK."""
+    try:
+        call(*arguments, **options)
+    except grpc.RpcError as error:
+        return error.code().name, error.details() or ""
+    return "OK", ""
+
+
+def refusal(call: Callable[[], object]) -> tuple[str, str, dict[str, str]]:
+    """Return the status, details and trailing metadata of a failing call."""
+    with pytest.raises(grpc.RpcError) as raised:
+        call()
+    error: Any = raised.value
+    return error.code().name, error.details(), dict(error.trailing_metadata())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -33,14 +31,15 @@ def bounded(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     return run
 
 
+_HELD = list[socket.socket]()
+
+
 def free_port() -> int:
-    """Find an unused port below the range from which Linux assigns ports itself, so that the port stays free."""
-    while True:
-        # not ``random``, which pytest plugins seed identically in every worker
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
+    """Reserve a port until this process ends: only servers, which reuse ports, can bind it."""
+    _HELD.append(socket.socket())
+    _HELD[-1].bind(("127.0.0.1", 0))
+    _HELD[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return int(_HELD[-1].getsockname()[1])
 
 
 def read_proc(pid: int, name: str) -> bytes:
@@ -51,10 +50,14 @@ def read_proc(pid: int, name: str) -> bytes:
         return b""
 
 
+def children(pid: int) -> list[int]:
+    """Return the pids of the children of a process."""
+    return [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
+
+
 def descendants(pid: int) -> list[int]:
     """Return the pids of all descendants of a process."""
-    children = [int(child) for child in read_proc(pid, f"task/{pid}/children").split()]
-    return children + [descendant for child in children for descendant in descendants(child)]
+    return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
 def alive(pid: int) -> bool:

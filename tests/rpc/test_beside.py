@@ -65,9 +65,7 @@ def examples() -> list[Message]:
 
 
 @pytest.mark.parametrize("message", examples(), ids=lambda message: type(message).__name__)
-def test_valid_and_malformed_messages_are_parsed_as_by_protobuf(
-    message: Message, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_valid_and_broken_messages_are_parsed_as_by_protobuf(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", 24)
     kind, raw = type(message), message.SerializeToString()
     assert parsed(kind, raw, Beside()) == message
@@ -231,9 +229,7 @@ def array(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("least", [0, 128])
-def test_answers_have_the_same_bytes_as_those_written_by_protobuf(
-    way: str, monkeypatch: pytest.MonkeyPatch, size: int, least: int
-) -> None:
+def test_answers_have_the_bytes_of_protobuf(way: str, monkeypatch: pytest.MonkeyPatch, size: int, least: int) -> None:
     monkeypatch.setattr(beside, "LEAST_BYTES", least)
 
     def answers(kept: Beside | None) -> list[bytes]:

@@ -20,20 +20,9 @@ from PIL import Image
 from results import assert_equal
 
 import mmpos.rotary
-from mmpos import (
-    SCHEMES,
-    Grid,
-    ImageSize,
-    InvalidInputError,
-    LimitExceededError,
-    MmposError,
-    SegmentTable,
-    SequenceBuilder,
-    Text,
-    Video,
-    place,
-)
+from mmpos import SCHEMES, Grid, ImageSize, SegmentTable, SequenceBuilder, Text, Video, place
 from mmpos.client import Client, Decode, Dense, InputIds, Pad, PositionsQuery, Shard, Spans, Take, View, Window
+from mmpos.errors import InvalidInputError, LimitExceededError, MmposError
 from mmpos.rotary import Rotary, YaRN, apply_rotary
 from mmpos.rpc import beside
 from mmpos.rpc.positions import get_query
@@ -330,9 +319,7 @@ def assert_built(ask: Both, builder: SequenceBuilder, documents: list[Any], **op
 
 
 @pytest.mark.parametrize(("profile", "scheme", "documents"), BUILDS)
-def test_batches_and_single_documents_match_local_builds(
-    ask: Both, profile: str | None, scheme: Any, documents: list[Any]
-) -> None:
+def test_builds_match_local_builds(ask: Both, profile: str | None, scheme: Any, documents: list[Any]) -> None:
     local = replace(LOCAL.get(profile).builder, start=5)
     local = local if scheme is None else replace(local, scheme=scheme)
     assert_built(ask, local, documents, profile=profile, scheme=scheme, start=5)

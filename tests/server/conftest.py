@@ -1,4 +1,4 @@
-"""Fixtures: servers with a scripted method, and a server in its own process."""
+"""Fixtures: servers with a scripted method, and the threads of calls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from server_program import Program
 from serving import Serve, serving
-from victim import SETTINGS, Victim
 
 from mmpos_server.call import Threads
 
@@ -26,19 +24,3 @@ def threads() -> Iterator[Threads]:
     threads = Threads()
     yield threads
     threads.close()
-
-
-@pytest.fixture(scope="session")
-def hardy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    """Yield a server that receives broken, strange and oversized requests."""
-    folder = tmp_path_factory.mktemp("hardy")
-    (folder / "mmpos.toml").write_text(SETTINGS)
-    program = Program.launch(folder / "log", "--config", str(folder / "mmpos.toml"), "--rotations")
-    server = Victim(program.process.pid, program.address)
-    try:
-        yield server
-        assert program.process.poll() is None, "the server has died"
-        assert server.call("InfoService/GetInfo", b"").status == "OK"
-    finally:
-        server.channel.close()
-        program.kill()

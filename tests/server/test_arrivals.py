@@ -99,7 +99,7 @@ STEP = st.tuples(st.sampled_from("abc"), st.sampled_from(["wait", "wait", "leave
 @example([*[("a", "wait", True)] * 3, ("a", "leave", False), ("a", "give up", True)])  # as it receives its place
 @example([*[(name, "wait", True) for name in "aabbcc"], ("c", "give up", False), ("a", "leave", True)])
 @bounded
-async def test_no_more_places_are_taken_than_exist_and_none_stays_free_while_one_waits(
+async def test_places_never_exceed_their_number_and_none_stays_free_while_one_waits(
     steps: list[tuple[str, str, bool]],
 ) -> None:
     places, held, waiting = Places("slots", 4), list[str](), list[tuple[str, asyncio.Task[None]]]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -23,7 +24,7 @@ import typer
 import yaml
 from http2 import Connection, message
 from server_program import PATIENT, Start, metrics_of
-from waiting import eventually, free_port
+from waiting import children, eventually, free_port
 
 import mmpos
 from mmpos.client import Client
@@ -274,9 +275,7 @@ def proxied(start: Start, tmp_path: Path, **replaced: str) -> Iterator[tuple[str
 SEGMENTS = mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
 
 
-def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages_back(
-    start: Start, tmp_path: Path
-) -> None:
+def test_the_proxy_admits_four_connections_of_24_calls_and_holds_half_messages(start: Start, tmp_path: Path) -> None:
     place = "/mmpos.rpc.v1.PositionService/Place"
     limits = re.search(r"at most (\d+) connections of (\d+) calls .* at most (\d+) calls at once", DEPLOYING, re.DOTALL)
     assert limits is not None
@@ -321,9 +320,11 @@ def test_the_unit_is_valid_and_sandboxed(tmp_path: Path) -> None:
 def test_a_service_notifies_systemd_when_it_starts_and_stops(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: str
 ) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    monkeypatch.chdir(tmp_path)  # an absolute path may be too long for a socket
+    name = "notify" if workers == "1" else f"@mmpos-{os.getpid()}"
+    monkeypatch.setenv("NOTIFY_SOCKET", name)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
+        manager.bind(name.replace("@", "\0"))
         manager.settimeout(300)
         server = start("--workers", workers)
         assert manager.recv(100) == b"READY=1"
@@ -370,12 +371,12 @@ def test_systemd_runs_and_restarts_the_unit(tmp_path: Path) -> None:
     command = ["unshare", "--fork", "--kill-child", *NAMESPACES, "sh", "-c", begin]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as outside, ExitStack() as stack:
         stack.callback(outside.kill)
-        children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children")
-        assert eventually(lambda: bool(children.read_text()))
+        assert eventually(lambda: bool(children(outside.pid)))
+        (inside,) = map(str, children(outside.pid))
 
         def systemctl(*words: str) -> str:
-            inside = ["nsenter", "--target", children.read_text().strip(), *NAMESPACES, "systemctl", *words]
-            return subprocess.run(inside, capture_output=True, text=True, check=False).stdout.strip()
+            command = ["nsenter", "--target", inside, *NAMESPACES, "systemctl", *words]
+            return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
         assert eventually(lambda: systemctl("is-active", "mmpos") == "active")
         with Client(f"127.0.0.1:{port}", timeout=300) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from message_strategies import for_each, messages, places
 from mutations import mutate
+from serving import KeptLogs
 
 from mmpos import Grid, SegmentTable, Text
 from mmpos.client import Decode, Dense, InputIds, PositionsQuery
@@ -29,13 +29,11 @@ from mmpos.segments.kinds import Audio, Segment
 from mmpos.segments.placeholders import Placeholders
 from mmpos.sequence.builder import SequenceBuilder
 from mmpos.support import native
-from mmpos_server.arrivals import Arrivals
-from mmpos_server.call import Call, Threads
+from mmpos_server.app import Server
+from mmpos_server.call import Call
 from mmpos_server.config import Limits, Profile, Profiles, ServerConfig
-from mmpos_server.endpoints import Endpoint, Shared
-from mmpos_server.logs import Logs
+from mmpos_server.endpoints import Endpoint
 from mmpos_server.methods import Plain
-from mmpos_server.metrics import Metrics
 from mmpos_server.plain import PlainQueries
 from mmpos_server.services import methods
 
@@ -56,13 +54,12 @@ class Place:
     def __init__(self, limits: Limits = CONFIG.limits) -> None:
         self.plain, self.loop = PlainQueries(PROFILES, limits), asyncio.new_event_loop()
         method = replace(methods(PROFILES, limits)[0], plain=self.plain.answer)
-        logs = Logs(io.TextIOWrapper(io.BytesIO()), sample=0)
-        self._arrivals, self._threads = Arrivals(1.0), Threads()
-        self.endpoint = Endpoint(method, Shared(limits, self._arrivals, self._threads, Metrics(), logs))
+        self._shared = replace(Server(CONFIG, logs=KeptLogs(0), methods=[])._shared, limits=limits)
+        self.endpoint = Endpoint(method, self._shared)
 
     def call(self) -> Call:
         """Return a call that has not begun."""
-        return Call("", self._arrivals, self._threads)
+        return Call("", self._shared.arrivals, self._shared.threads)
 
     def parsed(self, raw: bytes) -> Plain:
         """Answer a request through messages.
@@ -86,7 +83,7 @@ class Place:
 
     def stop(self) -> None:
         """End the threads."""
-        self._threads.close()
+        self._shared.threads.close()
         self.loop.close()
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import pytest
 from certificates import make_certificate
-from grpc_calls import ending
+from clients import failure
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, KeptLogs
+from serving import CHECK, PLACE, REFLECTION, STREAM, WATCH, KeptLogs, ending
 from waiting import eventually
 
 from mmpos.client import Client, Tls
@@ -72,15 +72,11 @@ def test_tokens_are_named_by_the_file_and_not_kept_in_plain_text(file: Path) -> 
         (f"alice {ALICE}\nbob {ALICE}\n", "{}: line 2: the token is already on an earlier line"),
     ],
 )
-def test_an_invalid_token_file_prevents_the_start_and_its_line_is_reported(
-    file: Path, text: str | bytes | None, message: str
-) -> None:
+def test_the_line_of_an_invalid_token_file_is_reported(file: Path, text: str | bytes | None, message: str) -> None:
     file.unlink()
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InvalidInputError) as raised:
-        TokenFile(file, KeptLogs())
-    assert str(raised.value) == f"--token-file: {message.format(file)}"
+    assert failure(TokenFile, file, KeptLogs()) == (InvalidInputError, f"--token-file: {message.format(file)}")
 
 
 def test_a_token_file_is_reread_when_its_link_changes(tmp_path: Path) -> None:
@@ -260,9 +256,7 @@ WRONG: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("problem", WRONG)
-def test_a_wrong_file_prevents_the_start_and_later_changes_nothing_and_is_logged_once(
-    tmp_path: Path, problem: str
-) -> None:
+def test_a_wrong_file_prevents_the_start_later_changes_nothing_and_is_logged_once(tmp_path: Path, problem: str) -> None:
     cert, key = make_certificate(tmp_path, "server")
     other, _ = make_certificate(tmp_path, "other")
     certificates = Certificates(TlsFiles(cert, key, cert), logs := KeptLogs())

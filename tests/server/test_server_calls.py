@@ -16,9 +16,8 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_calls import Stream, ending, refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from serving import LARGE, PLACE, STREAM, KeptLogs, Serve, items, query
+from serving import LARGE, PLACE, STREAM, KeptLogs, Serve, ending, items, query, refusal
 from waiting import eventually
 
 from mmpos.rpc.v1 import positions_pb2 as pb
@@ -164,7 +163,7 @@ def test_an_expired_deadline_or_a_cancellation_stops_the_work(serve: Serve, pool
 
 def test_failed_calls_and_streams_are_freed_without_a_garbage_collection(serve: Serve) -> None:
     server = serve()
-    ask: Stream = server.channel.stream_stream(STREAM)
+    ask: Any = server.channel.stream_stream(STREAM)
     gc.collect()
     gc.disable()
     try:
@@ -198,7 +197,7 @@ def test_a_stream_answers_in_order_and_continues_after_a_failed_item(serve: Serv
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_malformed_bytes_end_the_stream_after_the_answers_to_earlier_items(serve: Serve, side_by_side: bool) -> None:
     server = serve(side_by_side=side_by_side)
-    ask: Stream = server.channel.stream_stream(STREAM)
+    ask: Any = server.channel.stream_stream(STREAM)
     call = ask(iter([next(items("echo 1")).SerializeToString(), b"\xff\xff"]))
     assert pb.StreamPlaceResponse.FromString(next(call)).positions.cu_seqlens == [1]
     assert refusal(lambda: next(call))[:2] == ("INVALID_ARGUMENT", NO_MESSAGE)
@@ -244,15 +243,13 @@ def test_a_cancelled_stream_cancels_its_items_and_frees_its_place(serve: Serve) 
     assert ended == [1, 1]
 
 
-def test_a_cancelled_stream_leaves_no_item_running_and_no_error_behind(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cancelled_stream_leaves_no_item_and_no_error_behind(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     server = serve(side_by_side=True)
     call = server.stream(items(*["wait"] * 20))
     assert eventually(lambda: len(server.fake.names) == 6)
     call.cancel()
     assert eventually(lambda: server.fake.over == 6)
-    ask: Stream = server.channel.stream_stream(STREAM)
+    ask: Any = server.channel.stream_stream(STREAM)
     malformed = ask(iter([next(items("wait")).SerializeToString(), *[b"\xff\xff"] * 3]))
     assert eventually(lambda: len(server.fake.names) == 7)
     time.sleep(0.2)  # the malformed items fail meanwhile

@@ -8,10 +8,11 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from server_program import PATIENT, Program, Start, answer, metrics_of
@@ -41,10 +42,17 @@ def events(server: Program) -> list[str]:
     return [line["event"] for line in server.lines()]
 
 
-def test_sigterm_under_load_loses_no_call_and_removes_the_socket(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "mmpos.toml").write_text(f"{PATIENT}log_sample = 1\n")
-    uds = f"unix:{tmp_path}/socket"
-    server = start("--config", str(tmp_path / "mmpos.toml"), "--listen", "127.0.0.1:0", "--listen", uds)
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a relative path: in a deep folder, an absolute one would be too long for a socket."""
+    monkeypatch.chdir(tmp_path)
+    return Path("uds")
+
+
+def test_sigterm_under_load_loses_no_call_and_removes_the_socket(start: Start, path: Path) -> None:
+    Path("mmpos.toml").write_text(f"{PATIENT}log_sample = 1\n")
+    uds = f"unix:{path}"
+    server = start("--config", "mmpos.toml", "--listen", "127.0.0.1:0", "--listen", uds)
     assert server.process.stdout is not None
     assert server.process.stdout.readline() == f"mmpos_server listening on {uds}\n"
     with Client(server.address, timeout=300, attempts=1) as client, ThreadPoolExecutor(12) as threads:
@@ -65,7 +73,7 @@ def test_sigterm_under_load_loses_no_call_and_removes_the_socket(start: Start, t
         server.process.terminate()
         seen = list(loads)
     code, lines = server.end()
-    assert (code, (tmp_path / "socket").exists()) == (0, False)
+    assert (code, path.exists()) == (0, False)
     # Every call was either answered or refused before any work, and every answer arrived. The transport cancels calls
     # that arrive while it is closing; on a busy machine, there may be such a call.
     cancelled = [str(error) for _, error in seen if not isinstance(error, ServiceUnavailableError)]
@@ -179,12 +187,16 @@ def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(tm
             assert done.stderr.startswith(f"mmpos_server: error: {message}")
 
 
-def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page, temporary, tokens, token = free_port(), tmp_path / "t", tmp_path / "tokens", "alice-alice-alice-1"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield the folder of temporary files; workers make sockets there, for which ``tmp_path`` may be too long."""
+    with TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_the_page_is_not_ready_until_a_dead_worker_is_replaced(start: Start, tmp_path: Path, temporary: Path) -> None:
+    page, tokens, token = free_port(), tmp_path / "tokens", "alice-alice-alice-1"
     tokens.write_text(f"alice {token}\n")
     impatient = "import mmpos_server.supervisor as s; s.PAUSE_SECONDS = s.RESTART_SECONDS = 0.2"
     flags = ["--workers", "2", "--metrics", f"127.0.0.1:{page}", "--token-file", str(tokens)]
@@ -212,19 +224,16 @@ def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing
     assert eventually(lambda: not list(temporary.glob("mmpos-metrics-*")))
 
 
-def test_workers_end_without_an_error_or_a_metrics_folder_when_their_supervisor_is_killed(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+def test_workers_of_a_killed_supervisor_end_without_an_error_or_a_metrics_folder(start: Start, temporary: Path) -> None:
     server = start("--workers", "2")
     workers = server.workers
     assert len(workers) == 2
-    assert len(list(tmp_path.glob("mmpos-metrics-*"))) == 1
+    assert len(list(temporary.glob("mmpos-metrics-*"))) == 1
     assert all(answered(server.address) for _ in range(8))
     server.process.kill()
     assert eventually(lambda: not any(map(alive, workers)))
     assert [line for line in server.lines() if line["level"] == "error"] == []
-    assert list(tmp_path.glob("mmpos-metrics-*")) == []
+    assert list(temporary.glob("mmpos-metrics-*")) == []
 
 
 def test_workers_drain_although_the_process_that_forked_them_has_ended(start: Start) -> None:
@@ -241,11 +250,6 @@ def test_workers_drain_although_the_process_that_forked_them_has_ended(start: St
 
 
 # Unix sockets
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "socket"
 
 
 def mistake(uds: Path) -> str:

@@ -18,7 +18,7 @@ from certificates import make_certificate
 from grpc import aio
 from http2 import Connection
 from server_program import Start
-from serving import PLACE, SERVICE, KeptLogs, Serve, items, query, status_of
+from serving import PLACE, KeptLogs, Serve, items, query, status_of
 from waiting import eventually
 
 from mmpos.client import Client
@@ -98,7 +98,7 @@ def test_the_line_of_a_call_says_who_called_and_why_it_failed(serve: Serve) -> N
         server.place(request.SerializeToString(), metadata=named)
     list(server.stream(items("echo 1", "fail bug"), metadata=named))
     with Connection(server.address) as connection:
-        assert status_of(connection, f"{SERVICE}/Nothing", b"", (b"x-request-id", b"me")) == "UNIMPLEMENTED"
+        assert status_of(connection, f"{PLACE}Nothing", b"", (b"x-request-id", b"me")) == "UNIMPLEMENTED"
     answered, failed, bug, stream, unknown = logs.lines()
     for line in (answered, failed, stream, unknown):
         assert (line["event"], line["client"] or "127.0.0.1", line["request_id"]) == ("call", "127.0.0.1", "me")
@@ -203,9 +203,7 @@ def warned(listen: Listen, capsys: pytest.CaptureFixture[str]) -> list[dict[str,
     return lines
 
 
-def test_an_open_port_and_secrets_that_others_can_read_cause_warnings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_open_port_and_readable_secrets_cause_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cert, key = make_certificate(tmp_path, "server")
     tokens = tmp_path / "tokens"
     tokens.write_text("alice alice-alice-alice-1\n")

@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 from clients import open_client
 from opentelemetry import trace
-from opentelemetry.instrumentation.grpc import (
-    GrpcAioInstrumentorClient,
-    GrpcAioInstrumentorServer,
-    GrpcInstrumentorClient,
-)
+from opentelemetry.instrumentation import grpc as otel
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -32,13 +28,11 @@ SEGMENTS = mmpos.SegmentTable.from_documents([[mmpos.Text(3)]])
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_each_call_and_stream_is_a_span_of_the_server_within_that_of_the_client(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_call_and_stream_is_a_server_span_within_a_client_span(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
-    kinds: list[Any] = [GrpcInstrumentorClient, GrpcAioInstrumentorClient, GrpcAioInstrumentorServer]
+    kinds: list[Any] = [otel.GrpcInstrumentorClient, otel.GrpcAioInstrumentorClient, otel.GrpcAioInstrumentorServer]
     for kind_ in kinds:
         kind_().instrument()
 

@@ -1,4 +1,4 @@
-"""Test clients that break gRPC's rules or keep the server waiting: their calls end, and no other client has to wait."""
+"""Test clients that break gRPC's rules or keep the server waiting, from which no other suffers; health, reflection."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from grpc_calls import Stream, ending, refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from http2 import Connection, message
-from serving import CHECK, LARGE, PLACE, REFLECTION, SERVICE, STREAM, WATCH, KeptLogs, Serve, query, status_of
+from serving import CHECK, LARGE, PLACE, REFLECTION, STREAM, WATCH, KeptLogs, Serve, ending, query, refusal, status_of
 from waiting import bounded, eventually
 
+from mmpos.errors import InvalidInputError
+from mmpos.rpc.v1 import positions_pb2
 from mmpos_server import app, arrivals, listening, pulse
 from mmpos_server.config import load
+from mmpos_server.health import Health, describe
 from mmpos_server.testing import running
 
 REQUEST, LARGE_REQUEST = (message(query(name)) for name in ("echo 1", "large"))
@@ -34,7 +38,7 @@ def test_a_path_that_is_not_utf8_does_not_stop_the_server(serve: Serve) -> None:
     with Connection(address) as connection:
         for path in (b"/\xff", b"/" + b"\xff" * 300, PLACE.encode() + b"\xc3"):
             assert status_of(connection, path, REQUEST) == "UNKNOWN"
-        statuses = [status_of(connection, path, REQUEST) for path in (f"{SERVICE}/None", b"", PLACE)]
+        statuses = [status_of(connection, path, REQUEST) for path in (f"{PLACE}None", b"", PLACE)]
         assert statuses == ["UNIMPLEMENTED", "UNIMPLEMENTED", "OK"]
 
 
@@ -72,9 +76,7 @@ def test_headers_beyond_the_limit_are_refused_and_reach_no_method(serve: Serve) 
 
 
 @pytest.mark.parametrize("half", [b"", message(b"half", 1000)])
-def test_a_request_that_does_not_arrive_in_time_is_ended_and_logged(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, half: bytes
-) -> None:
+def test_a_late_request_is_ended_and_logged(serve: Serve, monkeypatch: pytest.MonkeyPatch, half: bytes) -> None:
     monkeypatch.setattr(arrivals, "RECEIVE_SECONDS", 0.2)
     logs = KeptLogs()
     server = serve(options={"logs": logs})
@@ -109,9 +111,7 @@ def test_a_stopping_server_does_not_wait_for_half_a_request() -> None:
 
 
 @bounded
-async def test_a_stopping_server_does_not_wait_for_clients_that_keep_their_connections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stopping_server_does_not_wait_for_connected_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_HANG_UP_SECONDS", 0.1)
     ended = asyncio.Event()
 
@@ -165,9 +165,7 @@ def test_unread_answers_hold_their_bytes_until_they_are_read(serve: Serve, monke
 
 
 @pytest.mark.parametrize("path", [PLACE, STREAM])
-def test_a_client_that_does_not_read_an_answer_in_time_loses_its_call(
-    serve: Serve, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_reads_no_answer_loses_its_call(serve: Serve, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "SEND_SECONDS", 0.2)
     server = serve()
     with Connection(server.address, window=0) as connection:
@@ -194,40 +192,31 @@ def silent(connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("attack", [reset, silent])
-def test_a_flood_from_one_client_fails_no_call_from_another_and_leaves_no_slot_taken(
-    serve: Serve, attack: Callable[[Connection], None]
-) -> None:
+def test_a_flood_fails_no_call_of_others_and_leaves_no_slot(serve: Serve, attack: Callable[[Connection], None]) -> None:
     server, done = serve(), threading.Event()
 
     def flood() -> None:
         while not done.is_set():
-            try:
-                with Connection(server.address, source="127.0.0.2") as connection:
-                    for _ in range(200):
-                        attack(connection)
-                    connection.flush()
-                    connection.statuses(1, 0.05)
-            except (OSError, ConnectionError):
-                pass
+            with suppress(OSError), Connection(server.address, source="127.0.0.2") as connection:
+                for _ in range(200):
+                    attack(connection)
+                connection.flush()
+                connection.statuses(1, 0.05)
 
-    floods = [threading.Thread(target=flood) for _ in range(2)]
-    for thread in floods:
-        thread.start()
     health = health_pb2_grpc.HealthStub(server.channel)
     results = []
-    for _ in range(2):
-        results.append(ending(lambda: server.place(query("echo 1"), timeout=300)))
-        results.append(ending(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=300)))
-    done.set()
-    for thread in floods:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        floods = [threads.submit(flood) for _ in range(2)]
+        for _ in range(2):
+            results.append(ending(lambda: server.place(query("echo 1"), timeout=300)))
+            results.append(ending(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=300)))
+        done.set()
+    assert [flood.result() for flood in floods] == [None, None]
     assert set(results) == {("OK", "")}
     assert eventually(lambda: not server.taken()), server.taken()
 
 
-def test_health_is_answered_while_every_place_is_taken_and_calls_are_refused(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_is_answered_even_while_calls_are_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "_PERIOD_SECONDS", 600.0)  # so that no call changes the lags below
     server = serve()
     for places in (server.server.arrivals.messages, server.server.arrivals.streams, server.server.arrivals.work):
@@ -251,7 +240,7 @@ def test_open_health_and_reflection_streams_are_limited(serve: Serve) -> None:
     health = health_pb2_grpc.HealthStub(server.channel)
     watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(32)]
     assert [next(watch).status for watch in watches] == [1] * 32
-    reflect: Stream = server.channel.stream_stream(REFLECTION)
+    reflect: Any = server.channel.stream_stream(REFLECTION)
     for call in (health.Watch(health_pb2.HealthCheckRequest()), reflect(iter([b""]))):
         assert (call.code().name, call.details().partition(":")[0]) == ("RESOURCE_EXHAUSTED", "watches")
     assert health.Check(health_pb2.HealthCheckRequest()).status == 1
@@ -272,9 +261,7 @@ def test_open_health_and_reflection_streams_are_limited(serve: Serve) -> None:
     ],
     ids=["too many", "idle", "old"],
 )
-def test_connections_are_limited_in_number_rest_and_age(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int]
-) -> None:
+def test_connections_are_limited(serve: Serve, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int]) -> None:
     ours = listening.transport_options
 
     def altered(*arguments: Any, **settings: Any) -> list[tuple[str, int]]:
@@ -295,3 +282,48 @@ def test_connections_are_limited_in_number_rest_and_age(
             else:
                 status_of(first, PLACE, REQUEST)
         assert first.closed()
+
+
+# Health and reflection from bytes to bytes
+
+NAME = positions_pb2.DESCRIPTOR.services_by_name["PositionService"].full_name
+SERVING, STOPPED, UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
+
+
+def asked(service: str) -> bytes:
+    return health_pb2.HealthCheckRequest(service=service).SerializeToString()
+
+
+@bounded
+async def test_checks_and_watchers_see_the_stop_and_one_that_leaves_takes_no_other_along() -> None:
+    own = Health([NAME])
+
+    async def seen(name: str) -> list[bytes]:
+        return [answer async for answer in own.watch(asked(name))]
+
+    watches = [asyncio.create_task(seen(name)) for name in ("", NAME, "unknown")]
+    await asyncio.sleep(0)
+    leaves = own.watch(asked(NAME))
+    assert await anext(leaves) == SERVING
+    await leaves.aclose()
+    assert [own.check(asked(name)) for name in ("", NAME)] == [SERVING, SERVING]
+    own.stop()
+    assert [own.check(asked(name)) for name in ("", NAME)] == [STOPPED, STOPPED]
+    assert await asyncio.gather(*watches) == [[SERVING, STOPPED], [SERVING, STOPPED], [UNKNOWN]]
+    assert await seen(NAME) == [STOPPED]
+
+
+def test_reflection_lists_the_services_and_describes_them() -> None:
+    answer = describe([NAME, "grpc.health.v1.Health"])
+
+    def answered(**query: str) -> Any:
+        (raw,) = answer(reflection_pb2.ServerReflectionRequest(**query).SerializeToString())
+        return reflection_pb2.ServerReflectionResponse.FromString(raw)
+
+    listed = answered(list_services="").list_services_response.service
+    assert [service.name for service in listed] == ["grpc.health.v1.Health", NAME]
+    files = answered(file_containing_symbol=NAME).file_descriptor_response.file_descriptor_proto
+    assert positions_pb2.DESCRIPTOR.serialized_pb in files
+    assert answered(file_by_filename="no such file").error_response.error_code == 5  # NOT_FOUND
+    with pytest.raises(InvalidInputError, match=r"^request: got 1027 bytes, want <= 1024$"):
+        answered(file_by_filename="x" * 1024)

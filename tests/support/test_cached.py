@@ -12,7 +12,7 @@ import pytest
 
 from mmpos.support.cached import cached_property
 
-WAIT = 60  # seconds before a blocked child is killed
+WAIT = 300  # seconds before a blocked child is killed
 
 
 @dataclass(frozen=True)

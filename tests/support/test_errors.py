@@ -12,19 +12,8 @@ import pytest
 from oracle import placed
 from refusals import is_sentence
 
-from mmpos import (
-    SCHEMES,
-    Grid,
-    InvalidInputError,
-    LimitExceededError,
-    MmposError,
-    SegmentTable,
-    Text,
-    UnsupportedError,
-    place,
-    schemes,
-)
-from mmpos.errors import ServiceError
+from mmpos import SCHEMES, Grid, SegmentTable, Text, place, schemes
+from mmpos.errors import InvalidInputError, LimitExceededError, MmposError, ServiceError, UnsupportedError
 from mmpos.support import checks
 
 from_documents: Callable[[Any], SegmentTable] = SegmentTable.from_documents

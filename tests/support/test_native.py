@@ -140,9 +140,7 @@ def test_dense_ids_are_equal_for_any_form_of_out(case: tuple[Case, list[Document
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 400), st.integers(1, 400), st.data())
-def test_any_part_of_a_grid_matches_the_same_part_in_numpy(
-    height: int, width: int, skip: int, tokens: int, data: st.DataObject
-) -> None:
+def test_any_part_of_a_grid_matches_numpy(height: int, width: int, skip: int, tokens: int, data: st.DataObject) -> None:
     steps = st.integers(-9, 9)
     numbers = [data.draw(st.tuples(st.integers(-50, 50), steps, steps, steps)) for _ in range(2)]
     denominator = data.draw(st.integers(1, 5))

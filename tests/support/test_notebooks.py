@@ -19,7 +19,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[list[object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [*FOLDER.glob("*.ipynb")], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_prints_its_stored_outputs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]))
     assert outputs(execute(path)) == outputs(nbformat.read(path, as_version=4))

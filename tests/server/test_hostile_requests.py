@@ -1,25 +1,87 @@
-"""Test small requests that claim huge sizes: each is refused before any work, and the error names the limit."""
+"""Test requests that claim huge sizes, and random ones: none costs much, gets INTERNAL or stops the server."""
 
 from __future__ import annotations
 
+import os
+import random
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
 import pytest
 from hostile_images import chunk
-from message_strategies import tensor
-from victim import STATUSES, Answer, Victim
+from message_strategies import LIKELY, REQUESTS, corpus, for_each, messages, tensor
+from mutations import mutate
+from refusals import is_sentence
+from server_program import PATIENT, Program
 
-from mmpos.rpc.v1 import positions_pb2, rotary_pb2, sequences_pb2, table_pb2
+from mmpos.rpc.positions import get_result
+from mmpos.rpc.sequences import get_sequence
+from mmpos.rpc.v1 import error_pb2, positions_pb2, rotary_pb2, sequences_pb2, table_pb2
 from mmpos_server.config import Limits, Profiles, load
 from mmpos_server.rotary_service import RotaryService
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the test reads the cost from /proc")
+SETTINGS = f"""{PATIENT}
+[profiles.default]
+images = {{ backend = "pillow" }}
+rotary = {{ head_dim = 8 }}
+"""
+STATUSES = {
+    error_pb2.ERROR_CODE_INVALID_INPUT: "INVALID_ARGUMENT",
+    error_pb2.ERROR_CODE_UNSUPPORTED: "UNIMPLEMENTED",
+    error_pb2.ERROR_CODE_LIMIT_EXCEEDED: "RESOURCE_EXHAUSTED",
+    error_pb2.ERROR_CODE_INTERNAL: "INTERNAL",
+}
+"""Status of a call by the error code of an item."""
+
+
+class Answer(NamedTuple):
+    """The status of a call with its message, and the serialized response, which is empty after an error."""
+
+    status: str
+    message: str = ""
+    data: bytes = b""
+
+
+class Victim:
+    """A server under test."""
+
+    def __init__(self, program: Program) -> None:
+        self.pid = program.process.pid
+        unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        self.channel = grpc.insecure_channel(program.address, options=unlimited)
+
+    def call(self, method: str, request: Any) -> Answer:
+        """Send a message, or arbitrary bytes, and return the answer."""
+        raw = request if isinstance(request, bytes) else request.SerializeToString()
+        try:
+            call: Any = self.channel.unary_unary(f"/mmpos.rpc.v1.{method}")
+            return Answer("OK", data=call(raw, timeout=300))
+        except grpc.RpcError as error:
+            return Answer(error.code().name, error.details() or "")
+
+    def costly(self, method: str, request: Any) -> tuple[Answer, float, float]:
+        """Send a message; return the answer, the server's CPU seconds, and the MiB by which its peak memory rose."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")  # resets the peak
+        memory, seconds = self.memory("VmRSS"), self.seconds()
+        answer = self.call(method, request)
+        return answer, self.seconds() - seconds, self.memory("VmHWM") - memory
+
+    def memory(self, which: str = "VmRSS") -> float:
+        """Return the memory in MiB that the server uses (VmRSS), or used at its peak (VmHWM)."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{which}:"))
+
+    def seconds(self) -> float:
+        """Return the CPU seconds that the server has used so far."""
+        values = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
 
 SECONDS, MEMORY = 0.2, 64.0
 """Limits on the CPU seconds and MiB of a refusal."""
@@ -34,11 +96,21 @@ BAD, LIMIT = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"
 
 
 @pytest.fixture(scope="module")
-def server(hardy: Victim) -> Victim:
-    hardy.call("PositionService/Place", place(spans={"lengths": [1]}))
-    hardy.call("SequenceService/Build", build({"text": "a"}))
-    hardy.call("RotaryService/CosSin", cos_sin(head_dim=8))  # imports torch
-    return hardy
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "mmpos.toml").write_text(SETTINGS)
+    program = Program.launch(folder / "log", "--config", str(folder / "mmpos.toml"), "--rotations")
+    server = Victim(program)
+    try:
+        server.call("PositionService/Place", place(spans={"lengths": [1]}))
+        server.call("SequenceService/Build", build({"text": "a"}))
+        assert server.call("RotaryService/CosSin", cos_sin(head_dim=8)).status == "OK"  # imports torch
+        yield server
+        assert program.process.poll() is None, "the server has died"
+        assert server.call("InfoService/GetInfo", b"").status == "OK"
+    finally:
+        server.channel.close()
+        program.kill()
 
 
 def place(**query: Any) -> Any:
@@ -156,6 +228,7 @@ CLAIMS: list[tuple[str, Callable[[], Any], str, str]] = [
 METHODS = {"Place": "PositionService/Place", "Build": "SequenceService/Build", "CosSin": "RotaryService/CosSin"}
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the test reads the cost from /proc")
 @pytest.mark.parametrize(
     ("make", "status", "words"), [claim[1:] for claim in CLAIMS], ids=[name for name, *_ in CLAIMS]
 )
@@ -175,9 +248,64 @@ def test_a_huge_claim_is_refused_cheaply(server: Victim, make: Callable[[], Any]
 def test_unknown_fields_in_a_rotation_are_not_cached() -> None:
     rotations = RotaryService(Profiles.from_config(load()), Limits())
     rotary, unknown = rotary_pb2.Rotary(head_dim=16, theta=[10_000.0]), b"\x82\x7d\x04"  # field 2000, four bytes
-    results = set()
+    results = []
     for number in range(3):
         message = rotary_pb2.RotarySettings(rotary=rotary)
         message.rotary.MergeFromString(unknown + number.to_bytes(4, "little"))
-        results.add(id(rotations._rotary(message)))
-    assert len(results) == 1
+        results.append(rotations._rotary(message))
+    assert results[0] is results[1] is results[2]
+
+
+# Random messages and bytes
+
+FAULTS = {*STATUSES.values(), "NOT_FOUND"} - {"INTERNAL"}
+
+
+@pytest.fixture(scope="module")
+def fuzzed(server: Victim) -> Iterator[Victim]:
+    before = server.memory()
+    yield server
+    assert server.memory() < before + 300, "the server has grown"
+
+
+def check(method: str, answer: Answer) -> None:
+    """Check that an answer is either a valid response or a sentence about the request."""
+    if answer.status != "OK":
+        assert answer.status in FAULTS
+        assert is_sentence(answer.message), answer.message
+        return
+    response = REQUESTS[method][1].FromString(answer.data)
+    if method == "PositionService/Place":
+        result = get_result("positions", response.positions)
+        assert (result.table is None) != (result.dense is None)
+    if method == "SequenceService/Build":
+        for built in response.sequences.results:
+            if built.WhichOneof("outcome") == "error":
+                assert STATUSES[built.error.code] in FAULTS
+            else:
+                get_sequence("sequence", built.sequence)
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+def test_random_and_mostly_valid_messages_are_answered_or_refused(fuzzed: Victim, method: str) -> None:
+    for strategy in (messages(REQUESTS[method][0]), LIKELY[method]):
+        for_each(strategy, 60, lambda request: check(method, fuzzed.call(method, request)))
+
+
+MUTABLE = [method for method in REQUESTS if method != "InfoService/GetInfo"]
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", MUTABLE)
+def test_mutants_are_answered_or_refused(fuzzed: Victim, method: str, many: bool, pytestconfig: pytest.Config) -> None:
+    number = int(pytestconfig.getoption("--mutations")) // len(MUTABLE) if many else 300
+    chance, raw, statuses = random.Random(method), corpus(method, 100), set()
+    for turn in range(number):
+        sent = mutate(chance.choice(raw), chance, raw) if turn % 3 else chance.randbytes(chance.randint(0, 64))
+        answer = fuzzed.call(method, sent)
+        try:
+            check(method, answer)
+        except Exception as error:
+            raise AssertionError(f"{method} of bytes.fromhex({sent.hex()!r}): {answer}") from error
+        statuses.add(answer.status)
+    assert statuses >= {"OK", "INVALID_ARGUMENT"}

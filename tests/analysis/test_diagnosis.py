@@ -62,17 +62,12 @@ def test_equal_ids_are_equal_in_every_shape_and_dtype() -> None:
     specs = ("3,2x3,2", "4")
     ids = ids_of(*specs)
     sentence = "All 15 tokens of 2 documents have the ids of rope-tie."
-    left = [[row[:11], [9, 9, 9, 9, 9, 9, 9, *row[11:]]] for row in ids.tolist()]
     equal = diagnose(ids, *specs)
     assert equal == Diagnosis(True, "rope-tie", 15, 2, different_tokens=0, different_documents=0)
     assert str(equal) == sentence
     assert str(diagnose(ids.astype(np.float32), *specs)) == sentence
     assert str(diagnose(ids.astype(np.uint8), *specs)) == sentence
     assert str(diagnose(ids[:, None], *specs)) == sentence
-    assert str(diagnose(left, *specs, side="left")) == sentence
-    mask = [[1] * 11, [0] * 7 + [1] * 4]
-    assert str(diagnose(left, *specs, attention_mask=mask)) == sentence
-    assert str(mmpos.diagnose(ids, mmpos.place(table(*specs)))) == sentence
     for none in (np.zeros((2, 0)), np.zeros((2, 0, 3))):
         assert str(diagnose(none)) == "All 0 tokens of 0 documents have the ids of rope-tie."
 

@@ -90,18 +90,6 @@ def test_positions_follow_the_dtype_of_autocast() -> None:
         assert text_logits(model_of("llama"), tokens(2, 24)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("scheme", ["rope-tie", "rope-tie-v2"])
-def test_tables_device_positions_and_dense_ids_give_the_same_logits(scheme: str) -> None:
-    model, input_ids, table = patched("llama"), tokens(2, 24), two_rows(scheme)
-    forms = [table, DevicePositions.from_table(table), as_ids(table)]
-    with torch.no_grad():
-        want, *others = [model(input_ids, mm_position_ids=ids).logits for ids in forms]
-        embeds = model.get_input_embeddings()(input_ids)
-        others.append(model(inputs_embeds=embeds, mm_position_ids=table).logits)
-        others.append(model.lm_head(model.model(input_ids, None, None, mm_position_ids=table).last_hidden_state))
-    assert all(torch.equal(other, want) for other in others)
-
-
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
 def test_heads_with_separate_axes_rotate_by_positions(implementation: Any) -> None:
     model, input_ids, table = model_of("llama"), tokens(2, 24), two_rows()

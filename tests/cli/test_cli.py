@@ -54,7 +54,7 @@ next position 16, delta 5
 
 
 LONG, SHORT = "100,2x24x24,300 -s mrope --start 7", "1,1x2 -s v2pe"
-BOTH, TWENTY, WORDY = "1 2,1x1 -s rows", ",".join(["1,1x1"] * 20), ",".join(["2,3x4"] * 27 + ["9"])
+BOTH, TWENTY, WORDY = "1 2,1x1 -s rows", ",".join(["1,1x1"] * 20), ",".join(["2,3x4"] * 50)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ BOTH, TWENTY, WORDY = "1 2,1x1 -s rows", ",".join(["1,1x1"] * 20), ",".join(["2,
         (f"1 {TWENTY}", 32, "…        20 more segments   …          …          …"),
         (f"1 {TWENTY}", 36, "39       grid 1×1           (78, 78)   (78, 78)   row +(2, 0), col +(0, 2)"),
         (" ".join(["1"] * 11), -1, "… and 3 more documents (--json prints them all)"),
-        (WORDY, 0, "387 tokens, scheme rope-tie, positions (row, col)"),  # no file name may be as long
+        (WORDY, 0, "700 tokens, scheme rope-tie, positions (row, col)"),  # no file name may be as long
     ],
 )
 def test_documents_are_printed_as_one_line_per_segment(

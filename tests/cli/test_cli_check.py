@@ -71,13 +71,6 @@ def test_a_difference_in_or_below_the_text_row_is_explained(check: Check, rows: 
     assert (code, words in output) == (3, True)
 
 
-def test_the_exit_code_is_3_if_ids_differ(check: Check) -> None:
-    code, output = check([0, 1, 3], "--spec", "3")
-    assert code == 3
-    assert output.startswith("documents[0], token 2, is token 2 of a run of text (segment 0): got 3")
-    assert check([0, 1, 3], "--spec", "3", "--tolerance", "1")[0] == 0
-
-
 def test_documents_are_read_from_files_and_options_with_a_scheme_and_a_start(check: Check) -> None:
     Path("batch.json").write_text(json.dumps({"documents": [[{"text": 1}, {"grid": [2, 1, 2]}], [{"text": 2}]]}))
     segments = mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 2, frames=2)], [Text(2)], [Text(3)]])
@@ -87,6 +80,7 @@ def test_documents_are_read_from_files_and_options_with_a_scheme_and_a_start(che
     assert check(ids, *arguments, "--start", "7") == (0, sentence)
     code, output = check(ids, *arguments)
     assert (code, output.splitlines()[2]) == (3, "Cause: documents start at 7, not at 0.")
+    assert check(ids, *arguments, "--start", "6", "--tolerance", "1") == (0, sentence)
     video = mmpos.place(
         mmpos.SegmentTable.from_documents([[Text(1), Grid(1, 1, frames=2)]]), mmpos.schemes.RopeTie(axes=3)
     )
@@ -188,7 +182,8 @@ def saved_with(shape: bytes) -> Callable[[Path], object]:
 
     def save(path: Path) -> None:
         np.save(path, np.zeros(1))
-        path.write_bytes(path.read_bytes().replace(b"(1,)".ljust(len(shape)), shape))
+        before, begin, end = path.read_bytes().partition(b"'shape': (1,), }")
+        path.write_bytes(before + begin[:9] + shape + b", }" + end[len(shape) - 4 :])
 
     return save
 
@@ -204,19 +199,21 @@ WANT = "want an array saved with numpy.save"
         (lambda path: path.mkdir(), f"ids.npy: got Is a directory, {WANT}"),
         (lambda path: None, f"ids.npy: got No such file or directory, {WANT}"),
         (save_archive, f"ids.npy: got an archive (.npz or torch.save), {WANT}"),
-        (lambda path: np.save(path, np.array([None])), None),
-        (lambda path: np.save(path, np.array(["a"])), None),
-        (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\xff\xff{"), None),
-        (lambda path: np.save(path, np.zeros((2, 0))), None),
-        (saved_with(b"(True,)"), None),
-        (saved_with(b"(3000000000000,)"), None),  # refused before allocation
+        (lambda path: np.save(path, np.array([None])), "ids.npy: got "),
+        (lambda path: np.save(path, np.array(["a"])), "ids: got dtype <U1, want integers or floats"),
+        (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\xff\xff{"), "ids.npy: got "),
+        (lambda path: np.save(path, np.zeros((2, 0))), "ids: got shape (2, 0), want"),
+        (saved_with(b"(True,)"), "ids.npy: got "),
+        (saved_with(b"(3000000000000,)"), "ids.npy: got "),  # refused before allocation
+        (saved_with(b"(99999999999999999999,)"), "ids.npy: got "),
+        (saved_with(b"(3, ["), "ids.npy: got "),
     ],
 )
-def test_errors_name_a_file_without_ids(fail: Fail, save: Any, line: str | None) -> None:
+def test_errors_name_a_file_without_ids(fail: Fail, save: Any, line: str) -> None:
     save(Path("ids.npy"))
     code, message = fail("check", "ids.npy", "--spec", "3")
     assert code == 2
-    assert (message == line) if line else message.startswith(("ids.npy: got ", "ids: got "))
+    assert message.startswith(line)
 
 
 def test_the_default_scheme_is_named_only_if_no_scheme_was_chosen(fail: Fail) -> None:

@@ -249,14 +249,6 @@ def hunyuan_with(**rope: Any) -> dict[str, Any]:
     return {"model_type": "hunyuan_vl", "text_config": {"head_dim": 128, "rope_parameters": rope}, "vision_config": {}}
 
 
-def test_paligemma_ids_begin_at_one_unless_a_start_is_passed() -> None:
-    settings = settings_of("paligemma")
-    prompt = settings.place(settings.segments([[256000, 256000, TEXT]]))
-    assert prompt.dense().tolist() == [[1, 2, 3]]
-    more = settings.place(settings.segments([[TEXT, TEXT]]), start=prompt.next_positions)
-    assert more.dense().tolist() == [[4, 5]]
-
-
 @pytest.mark.parametrize("model", ["colmodernvbert", "colpali", "colqwen2"])
 def test_the_model_inside_an_embedding_model_is_supported(model: str) -> None:
     mapping = json.loads(CONFIGS[model]().to_json_string(use_diff=False))

@@ -195,52 +195,37 @@ def reset_dynamo() -> None:
     torch._dynamo.reset()
 
 
-def rows_of(height: int) -> PositionTable:
-    return place(SegmentTable.from_documents([[Text(3), Grid(height, 4), Text(2)]] * 2), "rope-tie-v2")
-
-
-FORMS: dict[str, Callable[[PositionTable], Any]] = {"dense": as_ids, "device": DevicePositions.from_table}
+FUSED = pytest.param(DevicePositions.from_table, "fused", marks=pytest.mark.slow)
 
 
 @pytest.mark.usefixtures("reset_dynamo")
-@pytest.mark.parametrize("form", ["dense", pytest.param("device", marks=pytest.mark.slow)])
-def test_a_forward_pass_compiles_to_one_graph_with_the_logits_of_eager_mode(form: str) -> None:
-    model, input_ids, table = patched("llama"), tokens(2, 24), two_rows()
+@pytest.mark.parametrize(("form", "way"), [(as_ids, "reference"), FUSED])
+def test_a_forward_pass_compiles_to_one_graph_with_the_logits_of_eager_mode(form: Any, way: str) -> None:
+    model, input_ids, table = patched("llama", way), tokens(2, 24), two_rows()
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         want = model(input_ids, mm_position_ids=table, use_cache=False).logits
-        got = compiled(input_ids, mm_position_ids=FORMS[form](table), use_cache=False).logits
+        got = compiled(input_ids, mm_position_ids=form(table), use_cache=False).logits
     assert torch.equal(got, want)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("reset_dynamo")
-@pytest.mark.parametrize(("form", "implementation"), [("dense", "reference"), ("device", "triton")])
-def test_different_lengths_share_graphs(form: str, implementation: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(kernel, "launch_rotate", reference_rotate)
-    model, counter = model_of("llama", num_hidden_layers=1), CompileCounterWithBackend("aot_eager")
-    patch(model, rotary_of(model), implementation=implementation)
+def test_different_lengths_share_graphs() -> None:
+    model, counter = patched(model_of("llama", num_hidden_layers=1)), CompileCounterWithBackend("aot_eager")
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
 
     @torch.no_grad()
     def logits(call: Any, height: int) -> Tensor:
-        input_ids, ids = tokens(2, 5 + 4 * height), FORMS[form](rows_of(height))
-        out: Tensor = call(input_ids, mm_position_ids=ids, use_cache=False).logits
+        rows = SegmentTable.from_documents([[Text(3), Grid(height, 4), Text(2)]] * 2)
+        ids = as_ids(place(rows, "rope-tie-v2"))
+        out: Tensor = call(tokens(2, ids.shape[2]), mm_position_ids=ids, use_cache=False).logits
         return out
 
     for height in (3, 5, 8, 150):  # the last height requires several blocks of cos and sin
         bound = rounding(partial(logits, model, height), model.parameters(), 5 + 4 * height)
         assert_within(logits(compiled, height), logits(model, height), bound)
     assert counter.frame_count <= 3
-
-
-def reference_rotate(q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, rotation: Any, *_: Any) -> None:
-    """Compute the kernel's result without Triton's interpreter."""
-    from mmpos.rotary import reference
-
-    turn = reference.head_rotation_of(rotation, q.shape[0], q.shape[1])
-    for x, out in ((q, q_out), (k, k_out)):
-        reference.rotate(x, out, turn, rotation.num_pairs)
 
 
 # The kernel runs in Triton's interpreter if there is no GPU.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import transformers
 from chat_tokenizer import QWENS, TEMPLATE, chat_tokenizer
 from data_corpus import photo
 from layouts import weightless
@@ -195,7 +196,6 @@ def test_a_saved_processor_loads_with_the_same_settings(tmp_path: Path) -> None:
 
 
 def test_transformers_loads_a_registered_processor(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     config = type("TinyConfig", (transformers.PreTrainedConfig,), {"model_type": "tiny-with-positions"})
     make_processor().save_pretrained(tmp_path)
     transformers.AutoProcessor.register(config, MMPosProcessor)

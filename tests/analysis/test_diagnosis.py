@@ -255,7 +255,8 @@ CAUSES: list[tuple[Any, str | tuple[Any, ...], dict[str, Any], str]] = [
     # Models that generate: ids are frames, rows and columns of each image, from 0; references have other frames.
     ([[0] * 8, [0] * 8, [0, 0, 1, 2] * 2], ("1,1x3", "1,3x1"), FLUX,
      "all documents have the ids of the first one, which has other sizes"),
-    ([[0, 1, 2, 2, 2, 0, 2, 2, 2], [0] * 9, [0, 0, 0, 1, 2, 0, 0, 1, 2]], ("2,1x3", "1,3x1"), {"scheme": "lumina2"},
+    ([[*[0] * 5, 1, 1, *[0] * 4, 1, 1], [0] * 13, [0, 0, 0, 1, 2, 0, 1, 0, 0, 1, 2, 0, 1]],
+     ("2,1x3,1x2", "1,3x1,2x1"), FLUX,
      "all documents have the ids of the first one, which has other sizes"),
     ([[0, 0, 2, 2], [0] * 4, [0, 0, 0, 1]], "1,1x1,1x2", FLUX, "references are shifted by (1, 0, 0)"),
     ([[0, 0, 2, 4, 4], [0] * 5, [0, 0, 0, 0, 1]], "1,1x1,1x1,1x2", FLUX,

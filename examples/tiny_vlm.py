@@ -129,9 +129,9 @@ class TinyVLM(nn.Module):
         return answers
 
 
-def ask(processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Any:
+def ask(processor: MMPosProcessor, chats: Sequence[Shown]) -> Any:
     """Build a batch of questions about photos."""
-    return batch_of(processor, [chat(shown, see=see) for shown in chats], add_generation_prompt=True)
+    return batch_of(processor, [chat(shown) for shown in chats], add_generation_prompt=True)
 
 
 def batch_of(processor: MMPosProcessor, chats: list[Any], **options: Any) -> Any:
@@ -140,16 +140,16 @@ def batch_of(processor: MMPosProcessor, chats: list[Any], **options: Any) -> Any
     return processor.apply_chat_template(chats, tokenize=True, return_dict=True, processor_kwargs=call, **options)
 
 
-def nats(model: TinyVLM, processor: MMPosProcessor, chats: Sequence[Shown], *, see: bool = True) -> Tensor:
-    """Compute the mean loss of an answer over chats, in nats, with or without the photos."""
-    batch = batch_of(processor, [chat(shown, see=see, answered=True) for shown in chats])
+def nats(model: TinyVLM, processor: MMPosProcessor, chats: Sequence[Shown]) -> Tensor:
+    """Compute the mean loss of an answer over chats, in nats."""
+    batch = batch_of(processor, [chat(shown, answered=True) for shown in chats])
     role = batch["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|assistant|>")
     learned = role.cumsum(1) > role.long()  # the tokens after <|assistant|>, since rows are padded on the left
     per_token: Tensor = model(batch, batch["input_ids"].where(learned, IGNORED)).loss
     return per_token * learned.sum() / len(chats)
 
 
-def train(model: TinyVLM, processor: MMPosProcessor, photos: Sequence[Photo], steps: int, *, see: bool = True) -> float:
+def train(model: TinyVLM, processor: MMPosProcessor, photos: Sequence[Photo], steps: int) -> float:
     """Train on equally many crops of each photo; return the mean loss per answer in the last ten steps, in nats."""
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
@@ -157,7 +157,7 @@ def train(model: TinyVLM, processor: MMPosProcessor, photos: Sequence[Photo], st
     losses = []
     for _ in range(steps):
         crops = [photo.crop(random) for photo in photos]
-        loss = nats(model, processor, [*((crop,) for crop in crops), *pairs(crops, random)], see=see)
+        loss = nats(model, processor, [*((crop,) for crop in crops), *pairs(crops, random)])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

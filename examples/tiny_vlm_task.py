@@ -68,9 +68,9 @@ def pairs(photos: Sequence[Photo], random: np.random.Generator) -> list[Shown]:
     return [(photos[i], photos[j]) for i, j in zip(order, np.roll(order, 1), strict=True)]
 
 
-def chat(shown: Shown, *, see: bool = True, answered: bool = False) -> list[dict[str, Any]]:
-    """Build a chat: a question about photos, with the photos if ``see`` and the answer if ``answered``."""
-    images = [{"type": "image", "image": photo.pixels} for photo in shown if see]
+def chat(shown: Shown, *, answered: bool = False) -> list[dict[str, Any]]:
+    """Build a chat: a question about photos, with the answer if ``answered``."""
+    images = [{"type": "image", "image": photo.pixels} for photo in shown]
     messages = [{"role": "user", "content": [*images, {"type": "text", "text": QUESTION}]}]
     if answered:
         messages.append({"role": "assistant", "content": [{"type": "text", "text": answer_of(shown)}]})

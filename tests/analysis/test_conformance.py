@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from mmpos import SegmentTable, place
+from mmpos.cli.options import read_part
 from mmpos.integrations.models import MODEL_TYPES, from_hf_config
 from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES, LatentScheme
-from mmpos.segments import Audio, Clip, Grid, Text, Thumbnail, Tile
 from mmpos.segments.kinds import Segment
 
 ROOT = Path(__file__).parents[2]
@@ -103,20 +103,8 @@ def _exact(options: Json) -> Json:
 
 
 def _part(part: Json) -> Segment:
-    match _exact(part):
-        case {"text": length}:
-            return Text(length)
-        case {"audio": length}:
-            return Audio(length)
-        case {"clip": [frames, height, width], "audio_tokens": audio, "seconds_per_frame": seconds}:
-            return Clip(height, width, frames=frames, audio=audio, seconds_per_frame=seconds)
-        case {"grid": [frames, height, width], **options}:
-            return Grid(height, width, frames=frames, **options)
-        case {"thumbnail": sides, **options}:
-            return Thumbnail(*sides, **options)
-        case {"tile": sides, **options}:
-            return Tile(*sides, **options)
-    raise ValueError(part)
+    """Read a part, whose fields are those of the command line's files, but with ``audio_tokens`` in a clip."""
+    return read_part("part", {name.replace("audio_tokens", "audio"): value for name, value in _exact(part).items()})
 
 
 def _ids(positions: PositionTable) -> list[list[Fraction]]:

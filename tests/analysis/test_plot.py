@@ -1,7 +1,9 @@
-"""Plots of placed tables: their contents, their pixels, and equal bytes for equal tables."""
+"""Plots of placed tables and of attention kernels: contents, pixels, equal bytes for equal tables, and the gallery."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -11,16 +13,19 @@ import numpy as np
 import pytest
 from pictures import pixels, table, texts
 from PIL import Image
+from tolerance import EXACT, assert_within, gamma, printed, rotations
 
-from mmpos.analysis.plot import attention_kernel, plot_attention, plot_positions, read_plane
+from mmpos.__main__ import main
+from mmpos.analysis.plot import Kernel, attention_kernel, plot_attention, plot_positions, read_plane
 from mmpos.errors import InvalidInputError, LimitExceededError
 from mmpos.positions.place import place
+from mmpos.positions.table import PositionTable
 from mmpos.rotary import Rotary
 from mmpos.schemes import SCHEMES, LatentScheme, TMRope
 from mmpos.segments.kinds import Audio, Clip, Grid, Text, Thumbnail, Tile
 from mmpos.segments.table import SegmentTable
 
-pytest.importorskip("matplotlib")
+matplotlib = pytest.importorskip("matplotlib")
 
 SEGMENTS: Any = SegmentTable.from_documents([[Text(3), Grid(2, 3)]])
 KERNEL: Any = attention_kernel(table("1,2x2,1"), Rotary(8))
@@ -91,8 +96,6 @@ def test_a_png_has_every_part_in_its_colour(tmp_path: Path) -> None:
 
 
 def test_equal_tables_give_equal_bytes_whatever_settings_the_caller_uses(tmp_path: Path) -> None:
-    import matplotlib
-
     for kind, start in (("svg", b"<?xml "), ("png", b"\x89PNG"), ("pdf", b"%PDF-")):
         plot_positions(table("3,2x3,2"), tmp_path / f"a.{kind}")
         with matplotlib.rc_context({"font.size": 30.0, "svg.fonttype": "path", "axes.facecolor": "red"}):
@@ -147,6 +150,13 @@ def test_a_plot_is_a_figure_that_notebooks_show(tmp_path: Path, monkeypatch: pyt
 
 
 TABLE = "want a PositionTable, as returned by mmpos.place"
+CUT = "positions: got a cut image at token {}, want a complete one"
+
+
+def kernel_of(positions: PositionTable, token: int | None = None) -> Callable[[], object]:
+    return lambda: attention_kernel(positions, Rotary(8), token)
+
+
 REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: plot_positions(table("3"), "ids.bmp"), "path: got 'ids.bmp', want a file ending in .png, .svg or .pdf"),
     (lambda: plot_positions([], "ids.png"), "positions: got no document, want at least one"),
@@ -163,6 +173,15 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
     (lambda: plot_attention([]), "kernels: got none, want at least one"),
     (lambda: plot_attention([KERNEL] * 7), "kernels: got 7, want at most 6"),
     (lambda: plot_attention([OTHER]), "kernels[0]: got int, want a Kernel, as returned by attention_kernel"),
+    (kernel_of(table("1", "2x2")), "positions: got 2 documents, want 1"),
+    (kernel_of(table("3")), "positions: got no image, want at least one"),
+    (kernel_of(table("3,2x2"), 2), "token: got 2, which is text, want a patch of an image"),
+    (kernel_of(table("3,2x2"), 7), "token: got 7, want <= 6"),
+    (kernel_of(table("3,2x2").slice(0, 6)), CUT.format(3)),
+    (kernel_of(table("3,2x2").slice(4, 7), 0), CUT.format(0)),
+    (kernel_of(table("3x2x2", scheme="grid-2d").slice(2, 10), 0), CUT.format(0)),
+    (kernel_of(table("3,2x2", scheme="mrope")), "positions: got 3 axes, want 2 as in rotary"),
+    (kernel_of(table("65536,2x2")), "positions: got 65540 tokens, want at most 65536"),
 ]
 
 
@@ -218,3 +237,100 @@ def test_legends_list_audio_clips_thumbnails_and_tiles(tmp_path: Path) -> None:
     ]  # fmt: skip
     plot_positions(place(TILED, "mrope-canvas"), path, segments=TILED)
     assert {"thumbnail 1", "tile 2", "tile 3"} <= set(texts(path))
+
+
+def test_a_kernel_is_the_mean_cosine_over_pairs() -> None:
+    # θ = 1, .01; text (0, 0), patches (3, 2) (3, 4), text (6, 6); rows rotate the first pair, columns the second.
+    computed = attention_kernel(table("1,1x2,1"), Rotary(4))
+    assert (computed.label, computed.query) == ("rope-tie, interleaved", (0, 1))
+    assert computed.patches.tolist() == [[printed("0.9999000033"), 1.0]]
+    assert computed.before.tolist() == [printed("0.0046038050")]  # (cos 3 + cos .04) / 2
+    assert computed.after.tolist() == [printed("0.0049037550")]  # (cos 3 + cos .02) / 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rotary"),
+    [
+        ("rope-tie", Rotary(32, theta=500000.0)),
+        ("rope-tie-v2", Rotary(32, allocation="split")),
+        ("flatten", Rotary(32, axes=1)),
+        ("mrope", Rotary(32, allocation="sections", mrope_section=[4, 6, 6])),
+        ("mrope", Rotary(32, allocation=[1, 2] * 6 + [-1] * 4)),
+        ("mrope", Rotary(32, allocation="heads", head_axes=[2, 0, -1, 1])),
+    ],
+)
+def test_a_kernel_equals_the_scores_of_rotated_queries_and_keys(scheme: str, rotary: Rotary) -> None:
+    torch = pytest.importorskip("torch")
+    from mmpos.rotary import apply_rotary
+
+    placed = table("5,3x4,6", scheme=scheme)
+    computed = attention_kernel(placed, rotary, token=9)
+    x = torch.zeros(placed.num_tokens, len(rotary.head_axes or (0,)), 32)
+    x[..., :16] = 1  # the same direction in every pair
+    q, _ = apply_rotary(x, None, placed, rotary)
+    scores = (q[9] * q).sum(-1).mean(1).double().numpy() / 16
+    assert computed.query == (1, 0)
+    # A score is the mean over 16 pairs, each the sum of two products of rotated channels, which are below 2.
+    bound = 8 * float(rotations(q, EXACT).max()) + 2 * gamma(32)
+    assert_within(np.concatenate([computed.before[::-1], computed.patches.ravel(), computed.after]), scores, bound)
+
+
+def test_the_default_query_is_the_middle_patch_of_the_first_images_middle_frame() -> None:
+    rotary = Rotary(12, axes=3)
+    assert attention_kernel(table("2,4x4,1,3x3,1", scheme="mrope"), rotary).query == (2, 2)
+    computed = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary)
+    assert (computed.query, computed.patches.shape, computed.patches[1, 2]) == ((1, 2), (2, 4), 1)
+    same = attention_kernel(table("2,3x2x4,1", scheme="mrope"), rotary, token=2 + 8 + 6)
+    assert (computed.patches == same.patches).all()
+    assert (computed.before == same.before).all()
+
+
+def test_a_kernel_covers_only_the_text_next_to_the_image() -> None:
+    computed = attention_kernel(table("7,2x2,3,2x3,5"), Rotary(8), token=16)
+    assert (computed.query, computed.patches.shape, computed.before.size, computed.after.size) == ((0, 2), (2, 3), 3, 5)
+    padded = attention_kernel(table("7,2x2,3").pad(20), Rotary(8))
+    assert (padded.before.size, padded.after.size) == (7, 3)
+
+
+def kernel(label: str, **changed: Any) -> Kernel:
+    patches = np.linspace(0.2, 1, 12).reshape(3, 4)
+    values = {"query": (2, 3), "patches": patches, "before": patches[0], "after": patches[1]}
+    return Kernel(label, **{**values, **changed})
+
+
+def test_maps_share_one_scale_from_the_smallest_cosine_to_one() -> None:
+    flat = kernel("flat", patches=np.full((3, 4), 0.6))
+    figure = plot_attention([kernel("low"), *[flat] * 4])  # two rows, the last one incomplete
+    maps = [axes.images[0] for axes in figure.axes if axes.images]
+    assert [image.get_clim() for image in maps] == [(0.2, 1)] * 5
+    assert [np.asarray(image.get_array()).tolist() for image in maps][1] == [[0.6] * 4] * 3
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "gallery.md").read_text(encoding="utf-8")
+COMMANDS = [shlex.split(line) for line in PAGE.splitlines() if line.startswith("mmpos plot ")]
+
+
+def test_every_command_is_followed_by_its_picture() -> None:
+    blocks = re.findall(r"^```sh\nmmpos plot .* -o (\S+)\n```\n\n!\[.+\]\(gallery/(\S+)\)$", PAGE, re.MULTILINE)
+    assert [written for written, _ in blocks] == [shown for _, shown in blocks]
+    assert len(blocks) == len(COMMANDS) == PAGE.count("```sh") == PAGE.count("![")
+    assert sorted(path.name for path in (DOCS / "gallery").iterdir()) == sorted(written for written, _ in blocks)
+
+
+@pytest.mark.skipif(matplotlib.__version_info__ < (3, 11), reason="Matplotlib 3.10 draws text a little otherwise")
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command[-1]))
+def test_a_command_draws_the_picture_below_it(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command[1:]) == 0
+    drawn, kept = pixels(tmp_path / command[-1]), pixels(DOCS / "gallery" / command[-1])
+    # Cosines computed on another processor may change a shade slightly; one extra letter changes a hundred times as
+    # much.
+    assert drawn.shape == kept.shape
+    assert np.abs(drawn.astype(np.int16) - kept).mean() < 2e-4
+
+
+def test_pictures_are_small() -> None:
+    assert sum(path.stat().st_size for path in (DOCS / "gallery").iterdir()) < 1_700_000

@@ -54,7 +54,7 @@ next position 16, delta 5
 
 
 LONG, SHORT = "100,2x24x24,300 -s mrope --start 7", "1,1x2 -s v2pe"
-BOTH, TWENTY = "1 2,1x1 -s rows", ",".join(["1,1x1"] * 20)
+BOTH, TWENTY, WORDY = "1 2,1x1 -s rows", ",".join(["1,1x1"] * 20), ",".join(["2,3x4"] * 50)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,16 @@ BOTH, TWENTY = "1 2,1x1 -s rows", ",".join(["1,1x1"] * 20)
         (TWENTY, 19, "15       grid 1×1           (30, 30)   (30, 30)   row +(2, 0), col +(0, 2)"),
         (TWENTY, 20, "…        20 more segments   …          …          …"),
         (TWENTY, 21, "36       text 1             (72, 72)   (72, 72)   token +1"),
+        (f"1 {TWENTY}", 32, "…        20 more segments   …          …          …"),
+        (f"1 {TWENTY}", 36, "39       grid 1×1           (78, 78)   (78, 78)   row +(2, 0), col +(0, 2)"),
+        (" ".join(["1"] * 11), -1, "… and 3 more documents (--json prints them all)"),
+        (WORDY, 0, "700 tokens, scheme rope-tie, positions (row, col)"),  # no file name may be as long
     ],
 )
 def test_documents_are_printed_as_one_line_per_segment(
     arguments: str, number: int, line: str, printed: Printed
 ) -> None:
     assert printed("positions", *arguments.split()).splitlines()[number] == line
-
-
-def test_long_lists_of_segments_and_documents_are_shortened(printed: Printed) -> None:
-    assert printed("positions", *["1"] * 11).endswith("\n… and 3 more documents (--json prints them all)\n")
-    second = printed("positions", "1", TWENTY)
-    assert (second.count("grid 1×1"), "20 more segments" in second) == (10, True)
 
 
 def test_json_contains_documents_and_positions(printed: Printed) -> None:
@@ -312,6 +310,8 @@ WANT_SCHEME = f"want one of {', '.join(SCHEMES)}, or your own package.module:Cla
         (["plot", "3"], "No such command '3'; see mmpos plot --help"),
         (["demo", "-s", "grid-2d"], "documents[0][0]: got text, want grids only in scheme 'grid-2d'"),
         (["positions"], "Missing argument 'SPEC|FILE...'; see mmpos positions --help"),
+        (["check", "ids.npy"], "Missing option '--spec'; see mmpos check --help"),
+        (["check", "-", "--spec", "3", "--config", "-", "-s", "mrope"], "--config cannot be combined with --scheme"),
         (["bogus"], "No such command 'bogus'; see mmpos --help"),
         (["help", "bogus"], "No such command 'bogus'; see mmpos --help"),
         (["positon"], "No such command 'positon'. Did you mean 'positions'? See mmpos --help"),
@@ -376,7 +376,3 @@ def test_a_missing_extra_is_named_in_one_line(fail: Fail, monkeypatch: pytest.Mo
     assert (code, message) == (1, f"{feature}: {missing} is not installed; install it with: {pip_install('cli')}")
     if missing == "typer":
         assert fail("serve") == (1, f"{feature}: {missing} is not installed; install it with: {pip_install('server')}")
-
-
-def test_a_spec_may_be_longer_than_a_valid_file_name(printed: Printed) -> None:
-    assert "387 tokens" in printed("positions", ",".join(["2,3x4"] * 27 + ["9"]))

@@ -32,18 +32,16 @@ def server() -> Iterator[str]:
         yield address
 
 
-def test_positions_are_printed_as_in_process(server: str, run: Run) -> None:
-    for options in ([], ["--json"], ["--scheme", "rope-tie-v2,axes=3", "--start", "7"]):
-        here = run("positions", "3,2x3,2", "5", *options)
-        there = run("remote", "positions", "3,2x3,2", "5", *options, "--server", server)
-        assert there == here
-        assert here[0] == 0
-
-
-def test_remote_errors_are_printed_like_errors_in_process(server: str, run: Run) -> None:
-    here = run("positions", "2x2,2x2")
-    assert run("remote", "positions", "2x2,2x2", "--server", server) == here
-    assert here[0] == 2
+def test_positions_and_errors_are_printed_as_in_process(server: str, run: Run) -> None:
+    for options, code in (
+        (["3,2x3,2", "5"], 0),
+        (["3,2x3,2", "5", "--json"], 0),
+        (["3,2x3,2", "5", "--scheme", "rope-tie-v2,axes=3", "--start", "7"], 0),
+        (["2x2,2x2"], 2),
+    ):
+        here = run("positions", *options)
+        assert run("remote", "positions", *options, "--server", server) == here
+        assert here[0] == code
 
 
 def test_info_and_health_describe_the_server(server: str, run: Run) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -121,11 +119,10 @@ def tiny_config(model: str) -> Any:
 
 def tiny_model(model: str) -> Any:
     """Build a model with random weights that depend only on the name."""
-    with quiet():
-        config = tiny_config(model)
-        auto = next(cls for cls in AUTOS if type(config) in cls._model_mapping)
-        torch.manual_seed(0)
-        return auto.from_config(config, attn_implementation="eager").eval()
+    config = tiny_config(model)
+    auto = next(cls for cls in AUTOS if type(config) in cls._model_mapping)
+    torch.manual_seed(0)
+    return auto.from_config(config, attn_implementation="eager").eval()
 
 
 def logits(network: Any, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
@@ -136,20 +133,10 @@ def logits(network: Any, input_ids: Tensor, position_ids: Tensor | None = None) 
         inputs["position_ids"] = position_ids
     # In Transformers 5.24, the outer model of Llama 4 raises an error if there are no images.
     module = network.language_model if model == "llama4" else network
-    with quiet(), torch.no_grad():
+    with torch.no_grad():
         output = module(**inputs)
     result: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return result
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence Transformers' warnings about the reduced sizes."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _small(full: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import logging
 import sys
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -62,14 +60,6 @@ IMAGES = {
 """Rows and columns of patches for encoders that take complete images."""
 FRAMES_APART = ("glm4v_moe_vision", "glm4v_vision")
 """Encoders that take each frame of a video as a separate grid."""
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Silence the warnings that Transformers logs about small configs."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def small(encoder: str) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import itertools
 import json
-import logging
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -110,14 +109,6 @@ SCALED: dict[str, dict[str, Any]] = {
     "proportional": {},
     "longrope": {"factor": 4.0, "original_max_position_embeddings": 1024},
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Silence the warnings that Transformers logs about these configs."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture

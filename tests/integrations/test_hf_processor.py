@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from chat_tokenizer import OURS, QWENS, TEMPLATE, chat_tokenizer
+import transformers
+from chat_tokenizer import QWENS, TEMPLATE, chat_tokenizer
 from data_corpus import photo
 from layouts import weightless
 from qwen_processors import config_of, processor_of
@@ -195,7 +196,6 @@ def test_a_saved_processor_loads_with_the_same_settings(tmp_path: Path) -> None:
 
 
 def test_transformers_loads_a_registered_processor(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     config = type("TinyConfig", (transformers.PreTrainedConfig,), {"model_type": "tiny-with-positions"})
     make_processor().save_pretrained(tmp_path)
     transformers.AutoProcessor.register(config, MMPosProcessor)
@@ -246,10 +246,7 @@ def test_positions_computed_from_tokens_equal_those_of_the_call(markers: Markers
 def test_a_processor_has_the_attributes_of_transformers() -> None:
     processor = make_processor()
     assert (processor.image_token, processor.image_token_id, processor.image_token_ids) == ("[PATCH]", PATCH, [PATCH])
-    assert processor.start == 0
-    assert repr(processor).startswith("MMPosProcessor(")
     assert processor.batch_decode(processor(text=["A cat"])["input_ids"]) == ["<s>A cat"]
-    assert chat_tokenizer().convert_tokens_to_ids(list(OURS)) == [BEGIN, END, PATCH, ROW]
 
 
 # A published model has its own processor.

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from model_configs import LAYER_TYPES, config_of
 from refusals import assert_refused
 from tolerance import assert_within, normalised
@@ -17,8 +18,6 @@ from tolerance import assert_within, normalised
 import mmpos
 from mmpos.integrations.models import from_hf_config
 from mmpos.rotary import Rotary
-
-transformers = pytest.importorskip("transformers")
 
 QWEN3_VL: dict[str, Any] = {
     "image_mean": [0.5, 0.5, 0.5],

@@ -1,4 +1,4 @@
-"""Settings read from configs: golden values for every model type, their use, and refused configs."""
+"""Settings read from configs: golden values for every model type, their use and refusals; logits of tiny models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import fill_tables
 import numpy as np
 import pytest
+import torch
 import transformers
 from model_configs import (
     ARGUMENTS,
@@ -29,6 +30,9 @@ from model_configs import (
     skip_if_changed,
 )
 from refusals import assert_refused
+from tiny_models import logits, tiny_model
+from torch import Tensor
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import (  # type: ignore[attr-defined]
     CONFIG_MAPPING_NAMES,
     model_type_to_module_name,
@@ -52,13 +56,17 @@ def test_settings_of_every_model_type_and_encoder_equal_the_golden_file() -> Non
     assert json.loads(json.dumps(golden())) == json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("model", MODEL_TYPES)
+@pytest.mark.parametrize("model", sorted({*MODEL_TYPES} - {"hunyuan_image_3_moe"}))
 def test_the_mapping_of_a_config_gives_the_same_settings_as_the_object(model: str) -> None:
     skip_if_changed(model)
-    config = config_of(model)
-    for diff in (False, True):
-        mapping = config if isinstance(config, dict) else json.loads(config.to_json_string(use_diff=diff))
+    mappings = [json.loads(config_of(model).to_json_string(use_diff=diff)) for diff in (False, True)]
+    for mapping in mappings + [{"model_type": model}] * (model not in ARGUMENTS):
         assert mmpos.from_hf_config(mapping, layer_type=LAYER_TYPES.get(model)) == settings_of(model)
+
+
+def test_an_absent_encoder_and_an_empty_one_of_llava_have_different_patch_sizes() -> None:
+    empty = {"model_type": "llava", "text_config": {}, "vision_config": {}}
+    assert (settings_of("llava").patch_size, mmpos.from_hf_config(empty).patch_size) == (14, 32)
 
 
 def test_the_page_lists_the_fields_that_each_model_type_needs_without_a_config() -> None:
@@ -230,16 +238,6 @@ def test_an_old_config_json_may_have_the_language_model_at_the_top_level(model: 
     assert mmpos.from_hf_config({**text, **old, **mapping}) == settings_of(model)
 
 
-@pytest.mark.parametrize("model", sorted({*MODEL_TYPES} - {"hunyuan_image_3_moe"} - ARGUMENTS.keys()))
-def test_a_model_type_alone_gives_the_settings_of_its_class_without_arguments(model: str) -> None:
-    skip_if_changed(model)
-    default = mmpos.from_hf_config(CONFIGS[model](), layer_type=LAYER_TYPES.get(model))
-    assert mmpos.from_hf_config({"model_type": model}, layer_type=LAYER_TYPES.get(model)) == default
-    if model == "llava":  # its class uses different patch sizes for an absent encoder and for an empty one
-        empty = {"model_type": model, "text_config": {}, "vision_config": {}}
-        assert (default.patch_size, mmpos.from_hf_config(empty).patch_size) == (14, 32)
-
-
 def test_images_of_hunyuan_vl_are_counted_across_the_batch() -> None:
     """By hand: each document is a begin marker, a 1×2 image with three extra tokens, and an end marker."""
     begin, patch, end = 120118, 120120, 120119
@@ -253,14 +251,6 @@ def test_images_of_hunyuan_vl_are_counted_across_the_batch() -> None:
 
 def hunyuan_with(**rope: Any) -> dict[str, Any]:
     return {"model_type": "hunyuan_vl", "text_config": {"head_dim": 128, "rope_parameters": rope}, "vision_config": {}}
-
-
-def test_paligemma_ids_begin_at_one_unless_a_start_is_passed() -> None:
-    settings = settings_of("paligemma")
-    prompt = settings.place(settings.segments([[256000, 256000, TEXT]]))
-    assert prompt.dense().tolist() == [[1, 2, 3]]
-    more = settings.place(settings.segments([[TEXT, TEXT]]), start=prompt.next_positions)
-    assert more.dense().tolist() == [[4, 5]]
 
 
 @pytest.mark.parametrize("model", ["colmodernvbert", "colpali", "colqwen2"])
@@ -443,3 +433,60 @@ USES: dict[str, Any] = {
 @pytest.mark.parametrize("message", USES)
 def test_invalid_uses_of_settings_are_refused(message: str) -> None:
     assert_refused(message, USES[message], mmpos.MmposError)
+
+
+SAMPLE = ("gemma4", "kimi_k25", "llama4", "minicpmv4_6", "mllama")
+"""Model types of the fast suite: two rotations, latent attention, layers without rotation, three axes and
+cross-attention."""
+
+ONE_AXIS = sorted(model for model, row in MODEL_TYPES.items() if row.scheme == "flatten")
+IMAGE = 7
+IDS = torch.tensor([[5, *[IMAGE] * 6, 5, 4, *[IMAGE] * 2, 5]])
+"""Text, an image of 2×3 tokens, text, an image of 1×2 tokens, text."""
+
+
+@complete
+def test_every_multimodal_model_type_of_transformers_is_supported_or_refused() -> None:
+    """The test fails if a new release of Transformers adds a model that generates or retrieves from more than text."""
+    names = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "RETRIEVAL")
+    maps = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in names]
+    known = {*MODEL_TYPES, *UNSUPPORTED_TYPES}
+    assert {model for models in maps for model in models} - known == set()
+    wider_names = ("CAUSAL_LM", "DECISION", "MASKED_LM", "SPEECH_SEQ_2_SEQ")
+    wider = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in wider_names]
+    more = {model for models in wider for model in models if reads_more_than_text(CONFIGS[model])}
+    assert more >= {"jev", "neomme", "ultravbert", "vibevoice"}
+    assert more - known == set()
+    assert {*MODEL_TYPES} & {*UNSUPPORTED_TYPES} == set()
+
+
+def reads_more_than_text(config: Any) -> bool:
+    """Return whether a config class contains a language model, or a placeholder for images or audio."""
+    return "text_config" in config.sub_configs or any(
+        hasattr(config, f"{kind}_token_id") for kind in ("image", "audio")
+    )
+
+
+def positions(model: str, network: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """Return token ids and position ids, and check that grids do not change the position ids."""
+    settings = mmpos.from_hf_config(network.config, layer_type=LAYER_TYPES.get(model))
+    image = settings.placeholders.image
+    input_ids = torch.where(IDS == IMAGE, IMAGE if image is None else image, IDS)
+    ids = settings.place(settings.segments(input_ids)).dense(dtype="int64")
+    if image is not None:
+        side = settings.spatial_merge_size
+        segments = settings.segments(input_ids, [[1, 2 * side, 3 * side], [1, side, 2 * side]])
+        assert segments.extents.T.tolist() == [[1, 1, 1], [1, 2, 3], [1, 1, 2], [1, 1, 2], [1, 1, 1]]
+        assert (settings.place(segments).dense() == ids).all()
+    return input_ids, torch.from_numpy(ids)
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model in SAMPLE else pytest.mark.slow) for model in ONE_AXIS]
+)
+def test_logits_are_the_same_with_mmpos_ids(model: str) -> None:
+    network = tiny_model(model)
+    input_ids, position_ids = positions(model, network)
+    alone = logits(network, input_ids)
+    assert torch.equal(logits(network, input_ids, position_ids), alone)
+    assert not torch.equal(logits(network, input_ids, 3 * position_ids), alone)

@@ -1,28 +1,137 @@
-"""Unpatched Transformers models on packed batches: losses and gradients equal those of the separate documents."""
+"""Unpatched Transformers models on packs train as on separate documents; Trainer and accelerate with packs."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import accelerate  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
+import trainer_packs
+import transformers
+from hf_models import EXPERTS, SIZES
 from model_configs import OLDER
 from refusals import assert_refused
+from safetensors.torch import load_file, save_file
+from tiny_models import VQ
 from torch import Tensor
-from training_models import CONFIGS, examples_of, noise, tiny_config, tiny_images, tiny_model
-from transformers import AttentionInterface, AttentionMaskInterface, Glm4vProcessor
+from torch.utils.data import DataLoader
+from trainer_packs import losses, make_config, make_loader, make_model, state_file, train
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Glm4vProcessor,
+)
 from transformers.masking_utils import flash_attention_mask
 
 import mmpos
-from mmpos.data import ModelCollator, PaddedCollator, ProcessedInputs, model_inputs
+from mmpos import SequenceBuilder
+from mmpos.data import ModelCollator, PackedCollator, PaddedCollator, ProcessedInputs, RankLoader, model_inputs
 from mmpos.data.examples import IGNORE_INDEX, Example, Location
 from mmpos.data.model_inputs import MODEL_INPUTS
 from mmpos.errors import UnsupportedError
 from mmpos.integrations.models import MODEL_TYPES
+
+CONFIGS: Any = CONFIG_MAPPING
+
+# Every token is routed to every expert, since rounding could change which expert scores best.
+TEXT = {
+    **SIZES,
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "vocab_size": 320,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+
+ENCODER = {
+    **dict.fromkeys(("embed_dim", "hidden_size", "out_hidden_size"), SIZES["hidden_size"]),
+    **dict.fromkeys(("depth", "num_hidden_layers", "spatial_merge_size", "temporal_patch_size"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "patch_size"), 4),
+    **dict.fromkeys(("image_size", "intermediate_size"), 32),
+    **dict.fromkeys(("num_position_embeddings", "window_size"), 16),
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0],
+}
+
+TOKENS = {
+    "image_token_id": 300,
+    "video_token_id": 301,
+    "vision_start_token_id": 302,
+    "vision_end_token_id": 303,
+    "image_start_token_id": 302,
+    "image_end_token_id": 303,
+    "video_start_token_id": 304,
+    "video_end_token_id": 305,
+}
+
+
+def tiny_config(model_type: str, **text: Any) -> Any:
+    """Build a config of this type, for text tokenized as bytes and images written as token 300 between 302 and 303."""
+    default = CONFIGS[model_type]()
+    if not hasattr(default, "text_config"):
+        return CONFIGS[model_type](**{**TEXT, **text})
+    kind = default.text_config.model_type
+    arguments: dict[str, Any] = {"text_config": {**TEXT, "model_type": kind, **text}}
+    if MODEL_TYPES[model_type].scheme.startswith("mrope"):
+        section = [3, 3, 2] if kind.startswith(("cohere", "cosmos3", "ernie", "qwen3", "qwen4")) else [2, 3, 3]
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, "partial_rotary_factor": 1.0}
+        by_type = {"sliding_attention": rope, "full_attention": None}
+        arguments["text_config"]["rope_parameters"] = by_type if model_type == "cohere_compass" else rope
+        arguments |= TOKENS
+    if model_type == "cohere_compass":  # one layer has a rotation, the other does not
+        arguments["text_config"]["layer_types"] = list(by_type)
+    if model_type == "ernie4_5_vl_moe":  # text and images have separate experts of two sizes
+        arguments["text_config"] |= {"moe_intermediate_size": [32, 16], "mlp_layer_types": ["dense", "sparse"]}
+    vision = getattr(default, "vision_config", None)
+    if vision is not None:
+        arguments["vision_config"] = {**ENCODER, "model_type": vision.model_type}
+    if model_type == "emu3":
+        return CONFIGS[model_type](**arguments, vq_config=VQ, vocabulary_map={"<image>": 300})
+    return CONFIGS[model_type](**arguments, **({"vq_config": VQ} if model_type == "janus" else {}))
+
+
+def tiny_model(config: Any) -> Any:
+    """Build a model in training mode with random weights that are the same for the same config."""
+    torch.manual_seed(0)
+    kind: Any = AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+    return kind.from_config(config).train()
+
+
+def tiny_images(settings: mmpos.ModelSettings) -> mmpos.ImageProcessor:
+    """Build a tiny model's image processor."""
+    options: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.5, 0.6, 0.7), "min_pixels": 64, "max_pixels": 4096}
+    return settings.image_processor(backend="pillow", **options)
+
+
+def noise(height: int, width: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Draw an image of noise."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def examples_of(builder: mmpos.SequenceBuilder, *documents: list[Any]) -> list[Example]:
+    """Build an example from each document, with labels on all of its text."""
+    sequences = [builder.build(parts) for parts in documents]
+    labels = [np.where(sequence.token_type_ids, IGNORE_INDEX, sequence.input_ids) for sequence in sequences]
+    return [Example(str(i), *pair) for i, pair in enumerate(zip(sequences, labels, strict=True))]
+
 
 HALF = torch.finfo(torch.float32).eps ** 0.5
 """Half of the digits: summing in another order changes the last digits; attending to another document changes the first
@@ -251,3 +360,104 @@ def test_models_that_mix_documents_are_refused_and_all_others_are_supported() ->
     assert_refused(masks, lambda: ModelCollator(settings), UnsupportedError)
     unknown = "settings.model_type: got 'aria' (it is not known to separate the doc"
     assert_refused(unknown, lambda: ModelCollator(replace(settings, model_type="aria")), UnsupportedError)
+
+
+EXAMPLE = Path(trainer_packs.__file__)
+
+
+def as_lists(batches: Any) -> list[Any]:
+    """Return the tokens, the labels and the pixel sum of each batch."""
+    return [
+        (batch["input_ids"].tolist(), batch["labels"].tolist(), float(batch["pixel_values"].sum())) for batch in batches
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+def test_a_resumed_run_of_the_example_equals_an_uninterrupted_run(tmp_path: Path, model_type: str) -> None:
+    """Trainer alone would resume the two older types from random weights."""
+    config = make_config() if model_type == "qwen3_vl" else tiny_config(model_type)
+    config.vision_config.patch_size, config.vision_config.window_size = 14, 112
+    uninterrupted = train(tmp_path / "uninterrupted", 12, save_steps=6, config=config)
+    first, *_, last = losses(uninterrupted)
+    assert last < first
+    history = uninterrupted.state.log_history
+    before, after = (entry["eval_loss"] for entry in history if "eval_loss" in entry)
+    assert after < before
+    checkpoint = tmp_path / "uninterrupted/checkpoint-6"
+    resumed = train(tmp_path / "resumed", 12, checkpoint=checkpoint, save_steps=6, config=config)
+    assert resumed.state.global_step == 12
+    weights, expected = (
+        dict(trainer.model.named_parameters()) for trainer in (resumed, uninterrupted) if trainer.model
+    )
+    assert weights.keys() == expected.keys()
+    for name, parameter in expected.items():
+        value = parameter.detach()
+        bound = torch.finfo(value.dtype).eps ** 0.5
+        torch.testing.assert_close(weights[name].detach(), value, rtol=0, atol=bound * float(value.abs().max()))
+    loader = make_loader(config)
+    loader.load_state_dict(json.loads(state_file(checkpoint, 0).read_text()))
+    loader.set_epoch(0)
+    batches = as_lists(islice(make_loader(config), 20))
+    assert as_lists(islice(loader, 14)) == batches[6:]
+    assert batches[8:16] != batches[:8], "the next epoch is in another order"
+
+
+def test_the_example_refuses_a_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
+    config = tiny_config("qwen2_5_vl")
+    make_model(config, None).save_pretrained(tmp_path)
+    make_model(config, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"got weights with {'missing_keys': \['model.language_model.norm.weight'\]}"):
+        make_model(config, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    options = ["--folder", str(tmp_path), "--steps", "10"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("loss ")]
+    first, last = (float(word) for word in line.split()[1:])
+    assert last < first
+    states = [json.loads(state_file(tmp_path / "checkpoint-10", rank).read_text()) for rank in (0, 1)]
+    assert [state["loader"]["of"]["consumer"] for state in states] == ["0 of 2 by auto", "1 of 2 by auto"]
+
+
+def test_accelerate_leaves_a_rank_loader_as_it_is_and_batches_refuse_to_be_split() -> None:
+    loader = make_loader(make_config(), copies=2)
+    plain = loader.loader
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.prepare(loader) is loader
+    batch = next(iter(loader))
+    dispatcher = accelerator.prepare(plain)
+    assert type(dispatcher).__name__ == "DataLoaderDispatcher"
+    with pytest.raises(UnsupportedError, match=r"^batch: .* want the whole batch; load through mmpos.data.RankLoader"):
+        next(iter(dispatcher))
+    with pytest.raises(TypeError, match="Can only find the batch size of tensors"):
+        accelerate.utils.find_batch_size(dict(batch))
+
+
+def test_errors_that_trainer_and_accelerate_raise_for_a_batch_name_the_remedy(tmp_path: Path) -> None:
+    examples: Any = examples_of(SequenceBuilder(scheme="flatten"), ["one"], ["the second"])
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, remove_unused_columns=False, use_cpu=True, disable_tqdm=True, report_to=[]
+    )
+    model, collate = torch.nn.Linear(1, 1), cast(Any, PackedCollator())
+    trainer = transformers.Trainer(model, arguments, collate, examples)
+    with pytest.raises(UnsupportedError, match=r"^batch: got a Batch .* want ModelCollator\(settings\) as data_c"):
+        trainer.train()
+    loader = DataLoader(examples, batch_size=2, collate_fn=collate)
+    options: dict[str, Any] = {"device": torch.device("cpu"), "put_on_device": True, "dispatch_batches": True}
+    dispatcher = accelerate.data_loader.prepare_data_loader(loader, **options)
+    with pytest.raises(TypeError, match=r"^Can only .*Batch'>, which stays whole: load it through mmpos.data.RankLoad"):
+        next(iter(dispatcher))
+
+
+def test_skipping_batches_outside_the_loader_is_refused() -> None:
+    loader: RankLoader[Any] = make_loader(make_config(), copies=2)
+    with pytest.raises(UnsupportedError, match=r"^drop_last: .*ignore_data_skip=True"):
+        accelerate.skip_first_batches(loader, 1)

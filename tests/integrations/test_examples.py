@@ -1,9 +1,9 @@
-"""The tiny models in examples/: TinyVLM, and Qwen3-VL trained with rope_index and by TRL."""
+"""The examples: tiny models trained with mmpos and by TRL, and workers of disaggregated serving that all agree."""
 
 from __future__ import annotations
 
-import math
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -16,10 +16,13 @@ import pytest
 import tiny_qwen3_vl
 import tiny_vlm
 import torch
+from disaggregated_workers import BLOCK, BUILDER, CHUNK, HEAD_DIM, HEADS, REQUESTS, ROTARY, rotate
 from tiny_vlm import TinyVLM, ask, nats, train
 from tiny_vlm_task import Photo, Shown, answer_of, load_photos, pairs
+from tolerance import EXACT, assert_within, rotations
 
 from mmpos.integrations.hf import MMPosProcessor, install
+from mmpos.rotary import apply_rotary
 from mmpos_server.testing import running
 
 Run = Callable[..., list[str]]
@@ -80,7 +83,6 @@ def test_the_program_reports_that_all_decoding_methods_agree(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("tiny-vlm")
 def test_a_trained_model_describes_photos_in_their_order() -> None:
     assert len(photos()) == 8
     model = TinyVLM(processor())
@@ -91,18 +93,6 @@ def test_a_trained_model_describes_photos_in_their_order() -> None:
     random = np.random.default_rng(12345)  # draws crops and orders that training did not use
     unseen = chats_of([photo.crop(random) for photo in photos()], seed=12345)
     assert nats(model, processor(), unseen).item() < 1
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("tiny-vlm")
-def test_a_model_without_photos_can_only_guess() -> None:
-    model = TinyVLM(processor())
-    cost = train(model, processor(), photos(), 50, see=False)
-    # Every step has sixteen different answers: one for each of the eight photos alone, and one for each photo followed
-    # by another. Without photos the model cannot distinguish the answers, so they cost at least log 16 nats.
-    assert cost > math.log(16)
-    chats: list[Shown] = [(photo,) for photo in photos()]
-    assert len(set(answers_of(model.eval(), ask(processor(), chats, see=False)))) == 1
 
 
 def test_qwen3_vl_has_the_same_losses_and_weights_as_with_its_own_method() -> None:
@@ -130,3 +120,60 @@ def test_trl_refuses_to_train_at_other_positions_than_those_of_the_rollout(tmp_p
     trl_rollouts.train(model, records, str(tmp_path))
     with pytest.raises(ValueError, match="the trainer's positions differ from the rollout's"):
         trl_rollouts.train(model, records, str(tmp_path), mistake=True)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def disaggregated(*arguments: str) -> tuple[int, list[str]]:
+    """Run the workers as a user would, and return their exit status and their lines of output."""
+    command = [sys.executable, "examples/disaggregated.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_every_window_agrees_with_the_complete_sequence() -> None:
+    status, lines = disaggregated()
+    assert (status, lines[-1]) == (0, "64 windows agree with the whole, placed at once")
+    assert all(line.endswith(" agree") for line in lines[:-1])
+    output = "\n".join(lines)
+    for stage in ("chunk ", "after 4 cached blocks", "draft of 4", "after a step back", "after prefill elsewhere"):
+        assert stage in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("worker", "faults"),
+    [
+        ("prefill 1", {"delta"}),  # it never decodes
+        # The retracted tokens are wrong, and so are the tokens that the decode worker computes from them.
+        ("prefill 2", {"delta, positions, q and k", "tokens, k"}),
+        ("decode", {"positions, delta, q and k", "tokens, k, block keys"}),
+    ],
+)
+def test_a_worker_that_ignores_the_delta_is_detected(worker: str, faults: set[str]) -> None:
+    status, lines = disaggregated("--forget-delta", worker)
+    assert (status, lines[-1]) == (1, "not everything agrees")
+    assert {line.partition("DISAGREE: ")[2] for line in lines if "DISAGREE" in line} == faults
+    assert all(line.startswith((worker, "decode")) for line in lines if "DISAGREE" in line)
+
+
+def test_the_examples_rotation_equals_apply_rotary_and_does_not_depend_on_the_window() -> None:
+    positions = BUILDER.build(REQUESTS[0]).positions
+    x = np.random.default_rng(0).standard_normal((positions.num_tokens, 2, HEADS, HEAD_DIM), np.float32)
+    q, k = (torch.from_numpy(part.copy()) for part in (x[:, 0], x[:, 1]))
+    want = np.stack([part.numpy() for part in apply_rotary(q, k, positions, ROTARY) if part is not None], axis=1)
+    rotated = rotate(x, positions.dense())
+    assert_within(rotated, want, rotations(want, 2 * EXACT))
+    window = positions.window([0], [3], [7])
+    assert np.array_equal(rotate(x[3:10], window.dense()), rotated[3:10])
+
+
+def test_chunks_split_both_photographs_and_shared_blocks_contain_one() -> None:
+    first, second = (BUILDER.build(parts) for parts in REQUESTS)
+    for begin, end in first.image_spans.tolist():
+        assert any(begin < edge < end for edge in range(0, end, CHUNK))
+    keys = zip(first.block_keys(BLOCK), second.block_keys(BLOCK), strict=False)
+    assert second.image_spans[0, 1] <= BLOCK * sum(a == b for a, b in keys) < second.input_ids.size

@@ -58,7 +58,7 @@ check: $(VENV)/contrib  ## check format, lint, words, types and layers
 	$(BIN)/ruff check .
 	$(PYTEST) tests/support/test_house.py
 	$(BIN)/mypy
-	for room in tests/*/conftest.py $(wildcard contrib/*/tests/conftest.py); do MYPYPATH=server:tests/helpers $(BIN)/mypy $$room || exit 1; done
+	for room in tests/*/conftest.py $(wildcard contrib/*/tests/conftest.py); do MYPYPATH=server:tests/helpers:tests/oracles $(BIN)/mypy $$room || exit 1; done
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code

@@ -51,11 +51,12 @@ def filled(*shape: int, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Have torch fill all new memory with NaN, so that elements that are never written show up."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 Make = Callable[[int, int, int, int, torch.dtype], Held]

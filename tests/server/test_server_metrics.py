@@ -91,9 +91,9 @@ def test_the_page_of_several_workers_has_their_sums_the_longest_lag_and_each_pro
     assert registry.get_sample_value("mmpos_start_time_seconds")
     mark_process_dead(0, str(tmp_path))  # type: ignore[no-untyped-call]
     assert seen(registry) == expected(5, servers=2, running=1, lag=2)
-    monkeypatch.undo()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # prometheus_client never closes the files of a worker
+        monkeypatch.undo()
         gc.collect()
 
 

@@ -196,7 +196,7 @@ def test_an_ascii_terminal_shows_similar_characters(run: Run) -> None:
     )
     for arguments in (["positions", "3,2x3,2"], ["positions", "2×é"]):
         code, *texts = run(*arguments)
-        done = start(*arguments, env={"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"})
+        done = start(*arguments, env={"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "LC_ALL": "C.UTF-8"})
         assert not "".join(texts).isascii()
         assert b"?" not in done.stdout + done.stderr
         assert (done.returncode, done.stdout.count(b"\n")) == (code, texts[0].count("\n"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from server_program import Program
@@ -18,6 +20,13 @@ def serve() -> Iterator[Serve]:
     """Yield a function that starts servers as ``serving`` does, and stop these servers after the test."""
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(serving(**options))
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """Create a folder for sockets, whose paths have at most 107 bytes; names of users and runs lengthen tmp_path."""
+    with TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

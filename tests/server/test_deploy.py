@@ -319,11 +319,11 @@ def test_the_unit_is_valid_and_sandboxed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_service_notifies_systemd_when_it_starts_and_stops(
-    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, short: Path, workers: str
 ) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(short / "notify"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
+        manager.bind(str(short / "notify"))
         manager.settimeout(300)
         server = start("--workers", workers)
         assert manager.recv(100) == b"READY=1"

@@ -41,9 +41,9 @@ def events(server: Program) -> list[str]:
     return [line["event"] for line in server.lines()]
 
 
-def test_sigterm_under_load_loses_no_call_and_removes_the_socket(start: Start, tmp_path: Path) -> None:
+def test_sigterm_under_load_loses_no_call_and_removes_the_socket(start: Start, tmp_path: Path, short: Path) -> None:
     (tmp_path / "mmpos.toml").write_text(f"{PATIENT}log_sample = 1\n")
-    uds = f"unix:{tmp_path}/socket"
+    uds = f"unix:{short}/socket"
     server = start("--config", str(tmp_path / "mmpos.toml"), "--listen", "127.0.0.1:0", "--listen", uds)
     assert server.process.stdout is not None
     assert server.process.stdout.readline() == f"mmpos_server listening on {uds}\n"
@@ -65,7 +65,7 @@ def test_sigterm_under_load_loses_no_call_and_removes_the_socket(start: Start, t
         server.process.terminate()
         seen = list(loads)
     code, lines = server.end()
-    assert (code, (tmp_path / "socket").exists()) == (0, False)
+    assert (code, (short / "socket").exists()) == (0, False)
     # Every call was either answered or refused before any work, and every answer arrived. The transport cancels calls
     # that arrive while it is closing; on a busy machine, there may be such a call.
     cancelled = [str(error) for _, error in seen if not isinstance(error, ServiceUnavailableError)]
@@ -167,24 +167,23 @@ def test_a_second_server_on_the_same_port_and_wrong_settings_are_refused_once(tm
     wrong.write_text("[profiles.a]\nscheme = 'x'\n")
     with running() as address:
         for flags, message in (
-            (f"--listen {address}", f"--listen: got {address} (Address already in use), want a free port of "),
+            (["--listen", address], f"--listen: got {address} (Address already in use), want a free port of "),
             (
-                f"--workers 2 --listen 127.0.0.1:0 --config {wrong}",
+                ["--workers", "2", "--listen", "127.0.0.1:0", "--config", str(wrong)],
                 f"{wrong}: profiles.a.scheme: got 'x', want a Scheme",
             ),
         ):
-            command = [sys.executable, "-m", "mmpos_server", *flags.split()]
+            command = [sys.executable, "-m", "mmpos_server", *flags]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
             assert done.stderr.startswith(f"mmpos_server: error: {message}")
 
 
 def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, temporary, tokens, token = free_port(), tmp_path / "t", tmp_path / "tokens", "alice-alice-alice-1"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
+    page, tokens, token = free_port(), tmp_path / "tokens", "alice-alice-alice-1"
+    monkeypatch.setenv("TMPDIR", str(short))  # where multiprocessing creates sockets
     tokens.write_text(f"alice {token}\n")
     impatient = "import mmpos_server.supervisor as s; s.PAUSE_SECONDS = s.RESTART_SECONDS = 0.2"
     flags = ["--workers", "2", "--metrics", f"127.0.0.1:{page}", "--token-file", str(tokens)]
@@ -209,22 +208,22 @@ def test_a_dead_worker_is_replaced_and_the_page_is_not_ready_while_it_is_missing
     assert code == 0
     assert next(line["exit_code"] for line in lines if line["event"] == "worker died") == -9
     assert [line["event"] for line in lines].count("stopped") == 2
-    assert eventually(lambda: not list(temporary.glob("mmpos-metrics-*")))
+    assert eventually(lambda: not list(short.glob("mmpos-metrics-*")))
 
 
 def test_workers_end_without_an_error_or_a_metrics_folder_when_their_supervisor_is_killed(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(short))
     server = start("--workers", "2")
     workers = server.workers
     assert len(workers) == 2
-    assert len(list(tmp_path.glob("mmpos-metrics-*"))) == 1
+    assert len(list(short.glob("mmpos-metrics-*"))) == 1
     assert all(answered(server.address) for _ in range(8))
     server.process.kill()
     assert eventually(lambda: not any(map(alive, workers)))
     assert [line for line in server.lines() if line["level"] == "error"] == []
-    assert list(tmp_path.glob("mmpos-metrics-*")) == []
+    assert list(short.glob("mmpos-metrics-*")) == []
 
 
 def test_workers_drain_although_the_process_that_forked_them_has_ended(start: Start) -> None:
@@ -244,8 +243,8 @@ def test_workers_drain_although_the_process_that_forked_them_has_ended(start: St
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "socket"
+def path(short: Path) -> Path:
+    return short / "socket"
 
 
 def mistake(uds: Path) -> str:

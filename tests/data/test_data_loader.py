@@ -595,8 +595,9 @@ def test_building_and_batching_call_few_functions() -> None:
 # Memory
 
 _MEMORY = """
-import re, sys
+import os, re, sys
 from pathlib import Path
+os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # the default pool frees memory later, at times of its own
 from mmpos import ImageProcessor, SequenceBuilder, data
 images = ImageProcessor("pillow", patch_size=4, min_pixels=64)
 preprocess = data.Preprocess(getattr(data, sys.argv[1])(), SequenceBuilder(images=images))

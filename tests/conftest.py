@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from server_program import Program, Start
 
 from mmpos.support import native
 
-# No deadline: how long an example takes depends on the machine's load. The examples are the same in every run.
+# No deadline: how long an example takes depends on the machine's load. The examples are the same in every run; they
+# would otherwise contain constants of the modules that this process has imported, which depend on the tests before.
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -129,7 +129,6 @@ def test_each_corpus_has_its_own_preprocess_and_its_own_limit_on_skipped_records
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 @pytest.mark.parametrize(
     ("workers", "every", "persistent"), [(0, 1, False), (0, 5, False), (2, 1, True), (2, 2, False)]
 )

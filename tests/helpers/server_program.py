@@ -40,9 +40,12 @@ class Program:
         with log.open("w") as err:  # a file, since a pipe that nobody reads would block a server that logs
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True)
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert re.fullmatch(r"mmpos_server listening on 127\.0\.0\.1:\d+\n", line), log.read_text()
-        return cls(process, line.split()[-1], log)
+        address = re.fullmatch(r"mmpos_server listening on (127\.0\.0\.1:\d+)\n", process.stdout.readline())
+        server = cls(process, address[1] if address else "", log)
+        if not address:
+            server.kill()  # a later test would fail when this process is collected
+        assert address, log.read_text()
+        return server
 
     def kill(self) -> None:
         """Kill the server if it is still running, and close its output."""

@@ -184,9 +184,9 @@ def test_a_page_of_workers_has_sums_longest_lag_and_processes(tmp_path: Path, mo
     assert registry.get_sample_value("mmpos_start_time_seconds")
     mark_process_dead(0, str(tmp_path))  # type: ignore[no-untyped-call]
     assert seen(registry) == expected(5, servers=2, running=1, lag=2)
-    monkeypatch.undo()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # prometheus_client never closes the files of a worker
+        monkeypatch.undo()
         gc.collect()
 
 

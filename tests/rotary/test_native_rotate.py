@@ -266,8 +266,7 @@ DECLINED: dict[str, list[Any]] = {
         dense(to_dlpack(torch.zeros(2, 8, dtype=torch.int32)[:, ::2])),
         # The mode, tokens and row; fixed point requires int64.
         *(dense(np.zeros((2, 4), np.int64), mode) for mode in (4, -1)), dense(mode=DENSE_FIXED),
-        capsule(2, 4, mode=DENSE_FIXED),
-        dense(tokens=4.0), dense(row=4.0),
+        capsule(2, 4, mode=DENSE_FIXED), dense(tokens=4.0), dense(row=4.0),
         # Tables.
         dense(to_dlpack(TENSOR[:, None]), TABLE_INTEGER), dense(TABLE.astype(np.int32), TABLE_INTEGER),
         *(dense(table, TABLE_INTEGER) for table in (TABLE[:, :0], TABLE[:5], np.concatenate([TABLE, TABLE[-4:]]))),

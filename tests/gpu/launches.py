@@ -129,7 +129,7 @@ class Launch:
     norm: str = ""  # normalised tensors: "q", "k" or "qk"
     offset: float = 0.0
     after: bool = False  # whether the norm follows the rotation
-    weights: torch.dtype | None = None  # dtype of norm weights; None: the dtype of the heads
+    weights: torch.dtype | None = None  # dtype of norm weights, or of cos and sin; None: as the heads, or float32
     only: str = ""  # "q": without k, or only gradients of q; "k", "weights": only these gradients
     cache: str = "NHD"
     page: int = 16
@@ -407,8 +407,9 @@ def move(scene: Scene) -> Results:
 
 
 def cached(scene: Scene) -> Results:
-    """Rotate with an engine's float32 cache of cos and sin."""
-    rows = normal(int(scene.table.dense().max()) + 1, scene.rotary.rotary_dim, seed=5)
+    """Rotate with an engine's cache of cos and sin."""
+    shape = int(scene.table.dense().max()) + 1, scene.rotary.rotary_dim
+    rows = normal(*shape, seed=5, dtype=scene.launch.weights or F32)
     outs = apply_rotary(scene.q, scene.k, scene.positions, scene.rotary, cos_sin=rows, **scene.how)
     return {"q": outs[0], "k": outs[1]}
 

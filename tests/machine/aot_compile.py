@@ -18,7 +18,7 @@ from typing import Any
 
 import launches
 import triton
-from launches import KINDS, Launch, Scene
+from launches import BF16, KINDS, Launch, Scene
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -45,7 +45,7 @@ SETS: Mapping[str, list[tuple[str, Launch]]] = {
         ("sm_90", full()), ("sm_100", full(**FRACTIONS)), ("sm_80", full(form="int64", **ADJACENT)),
         ("sm_90", full(form="float64")), ("sm_100", full(layer="vision", **ADJACENT)), ("sm_80", full(tokens=64)),
         ("sm_90", full(turning="by head", **FRACTIONS)), ("sm_90", full(**OWN)),
-        ("sm_100", full("cached", **ADJACENT)),
+        ("sm_100", full("cached", weights=BF16, **ADJACENT)),
         ("sm_80", full(**NORM, **FRACTIONS)), ("sm_90", full(**NORM, after=True, layer="vision")),
         ("sm_100", full(norm="q", tokens=64)), ("sm_80", full(**NORM, **OWN)),
         ("sm_80", full("backward", **NORM)), ("sm_90", full("backward", **NORM, after=True, **ADJACENT)),

@@ -197,7 +197,7 @@ def test_only_documents_that_continue_require_a_next_position() -> None:
     half: Document = [Grid(1, 1, frames=2, seconds_per_frame=Fraction(1, 26))]
     positions = place(SegmentTable.from_documents([half, [Text(3)], half]), "tmrope-qwen3")
     assert positions.resumable.tolist() == [False, True, False]
-    windows = positions.window([1, 0, 2, 1], [2, 1, 2, 5], [3, 1, 0, 1])
+    windows = positions.window([1, 0, 2, 1], [2, 1, 3, 5], [3, 1, 0, 1])
     assert windows.dense()[0].tolist() == [2, 3, 4, 0.5, 5]
     assert windows.resumable.tolist() == [True, False, False, True]
     assert windows.documents[2, [0, 3]].tolist() == [5, 6]

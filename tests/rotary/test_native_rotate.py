@@ -265,8 +265,8 @@ DECLINED: dict[str, list[Any]] = {
         capsule(2, 4, dtype=torch.float32), capsule(2, 4, dtype=torch.int16),
         dense(to_dlpack(torch.zeros(2, 8, dtype=torch.int32)[:, ::2])),
         # The mode, tokens and row; fixed point requires int64.
-        *(dense(mode=mode) for mode in (DENSE_FIXED, 4, -1)), capsule(2, 4, mode=DENSE_FIXED),
-        dense(tokens=4.0), dense(row=4.0),
+        *(dense(np.zeros((2, 4), np.int64), mode) for mode in (4, -1)), dense(mode=DENSE_FIXED),
+        capsule(2, 4, mode=DENSE_FIXED), dense(tokens=4.0), dense(row=4.0),
         # Tables.
         dense(to_dlpack(TENSOR[:, None]), TABLE_INTEGER), dense(TABLE.astype(np.int32), TABLE_INTEGER),
         *(dense(table, TABLE_INTEGER) for table in (TABLE[:, :0], TABLE[:5], np.concatenate([TABLE, TABLE[-4:]]))),
@@ -282,13 +282,13 @@ DECLINED: dict[str, list[Any]] = {
     "norm": [
         [1e-6, WEIGHT], (1e-6,), (1e-6, WEIGHT, WEIGHT), (1, WEIGHT),
         *((1e-6, weight) for weight in (WEIGHT[:15], WEIGHT.astype(np.float64), WEIGHT.astype(np.int16))),
-        *((1e-6, weight) for weight in (WEIGHT[None], np.ones(32, np.float32)[::2], tuple(WEIGHT))),
+        *((1e-6, weight) for weight in (WEIGHT[:, None], np.ones(32, np.float32)[::2], tuple(WEIGHT))),
     ],
 }  # fmt: skip
 """Arguments and invalid values of each."""
 
 TOGETHER: list[dict[str, Any]] = [
-    {"x": X[0], "flags": cpu.HEADS_FIRST},
+    {"x": X[0].transpose(0, 1), "flags": cpu.HEADS_FIRST},
     {"x": X[:, :0], "source": capsule(2, 0)},
     *({"x": ROWS, "source": source} for source in (dense(row=4), capsule(2, 1, 4))),
     {"x": ROWS, "source": dense(to_dlpack(torch.zeros(2, 2, 4, dtype=torch.int32)[..., :2]))},

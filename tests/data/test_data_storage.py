@@ -243,6 +243,8 @@ def test_records_become_examples_or_errors_in_order(block: Any) -> None:
     empties: list[Any] = [{}, pa.Table.from_pylist([])]
     for empty in empties:
         assert (STAGE(empty).num_rows, STAGE(empty).schema) == (0, SCHEMA)
+    with pytest.raises(RecordError, match=r"^a\.tar\[2\]: parts\[0\]: image: got "):
+        replace(STAGE, preprocess=replace(PREPROCESS, on_image_error="raise"))(block)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ IMAGE = f"{BEGIN}{PATCH * 6}{END}"
          f"<|user|>\n{IMAGE}\na cup</s>\n<|assistant|>\nit</s>\n", ["it</s>\n"]),
         (Chat(), TRIMMED, {"messages": [turn("user", " A", " cat "), turn("assistant", "it")]},
          "<|user|>A cat</s><|assistant|>it</s>", ["it</s>"]),  # of a text model, which receives strings
+        (Chat(), CHATML, {"messages": [turn("user", "A cat"), turn("assistant", "it"), turn("ipython", "a cup")]},
+         "<|user|>\nA cat</s>\n<|assistant|>\nit</s>\n<|ipython|>\na cup</s>\n", ["it</s>\n"]),  # a role of its own
     ],
 )  # fmt: skip
 def test_labels_cover_answers_and_the_text_that_ends_them(

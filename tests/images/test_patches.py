@@ -35,7 +35,8 @@ def by_loops(pixels: Array, patch: int, merge: int, order: str) -> Array:
 @pytest.mark.parametrize("order", ["raster", "merged"])
 @pytest.mark.parametrize(("patch", "merge"), [(14, 2), (16, 2), (1, 1), (2, 3), (5, 2), (33, 1), (3, 8)])
 def test_patches_equal_those_of_a_loop(patch: int, merge: int, order: str) -> None:
-    pixels = random(3, 2 * patch * merge, 3 * patch * merge).transpose(1, 2, 0)  # not contiguous
+    planes = random(3, 2 * patch * merge, 3 * patch * merge + 1)
+    pixels = planes[:, ::-1, 1:].transpose(1, 2, 0)  # upside down, and rows of a wider image
     want = by_loops(pixels, patch, merge, order)
     got = patchify(pixels, patch, merge, order, None)
     assert got.dtype == np.uint8

@@ -211,15 +211,16 @@ def test_a_forward_pass_compiles_to_one_graph_with_the_logits_of_eager_mode(form
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("reset_dynamo")
-def test_different_lengths_share_graphs() -> None:
+@pytest.mark.parametrize("form", [as_ids, DevicePositions.from_table])
+def test_different_lengths_share_graphs(form: Any) -> None:
     model, counter = patched(model_of("llama", num_hidden_layers=1)), CompileCounterWithBackend("aot_eager")
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
 
     @torch.no_grad()
     def logits(call: Any, height: int) -> Tensor:
         rows = SegmentTable.from_documents([[Text(3), Grid(height, 4), Text(2)]] * 2)
-        ids = as_ids(place(rows, "rope-tie-v2"))
-        out: Tensor = call(tokens(2, ids.shape[2]), mm_position_ids=ids, use_cache=False).logits
+        ids = form(place(rows, "rope-tie-v2"))
+        out: Tensor = call(tokens(2, 5 + 4 * height), mm_position_ids=ids, use_cache=False).logits
         return out
 
     for height in (3, 5, 8, 150):  # the last height requires several blocks of cos and sin

@@ -249,6 +249,11 @@ def test_images_of_hunyuan_vl_are_counted_across_the_batch() -> None:
     assert settings.place(segments).dense().tolist() == [[*range(7)] * 2, columns * 2, rows * 2, images]
 
 
+def test_a_start_replaces_the_first_id_of_the_model() -> None:
+    settings = settings_of("paligemma")
+    assert settings.place(settings.segments([[TEXT, TEXT]]), start=4).dense().tolist() == [[4, 5]]
+
+
 def hunyuan_with(**rope: Any) -> dict[str, Any]:
     return {"model_type": "hunyuan_vl", "text_config": {"head_dim": 128, "rope_parameters": rope}, "vision_config": {}}
 

@@ -252,9 +252,10 @@ PLAIN = ["eager formula", "torch.compile", "Transformers"]
 PEERS = {"into new tensors": PLAIN, "forward and backward": PLAIN, FUSED: [*DIFFUSERS]}
 """Peers by group of rotations on a CPU."""
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers")
 ONLY = {
     "rotary": pytest.mark.skipif(torch.cuda.is_available(), reason="the suite differs with a GPU"),
-    "service": pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers"),
+    "service": LINUX,
 }
 
 
@@ -287,7 +288,7 @@ def contestants(report: SuiteReport) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports processor times of servers")
+@LINUX
 def test_clients_refuse_unexpected_answers() -> None:
     with started(echo()) as (server,), clients() as pool:
         order = Order("/echo/Bytes3", b"anything", bytes(3), 0.01)

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import accelerate  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -43,6 +42,8 @@ from mmpos.data.examples import IGNORE_INDEX, Example, Location
 from mmpos.data.model_inputs import MODEL_INPUTS
 from mmpos.errors import UnsupportedError
 from mmpos.integrations.models import MODEL_TYPES
+
+accelerate = pytest.importorskip("accelerate")
 
 CONFIGS: Any = CONFIG_MAPPING
 
